@@ -1,7 +1,7 @@
 """flatpeak: GRPO post-training that climbs to flat reward peaks.
 
-Importing this package imports no torch; the names below load what they need on first use. It sets environment variables
-that torch reads when it loads (utils/environment.py), so import it before torch.
+Importing this package does not import torch; the names below load what they need on first use. It sets environment
+variables that torch reads when it loads (utils/environment.py), so import it before torch.
 """
 
 from importlib import import_module

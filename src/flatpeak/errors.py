@@ -12,7 +12,7 @@ DIVERGED = (
 )
 """The advice in every error about diverged weights."""
 LONGEST_REASON = 300
-"""Characters of another library's message that are repeated in one of flatpeak's."""
+"""The most characters of another library's message that are repeated in one of flatpeak's."""
 _EXPLAINED = "flatpeak: "
 """The beginning of the notes that `explain` adds to an exception."""
 
@@ -22,28 +22,28 @@ class UserError(ValueError):
 
 
 class UnreachableDataError(UserError):
-    """Data of the Hub that neither it nor its local cache gives."""
+    """Data of the Hub that is available neither there nor in the local cache."""
 
 
 class RunError(UserError):
-    """The failure of a run that had begun well; its last checkpoint is whole."""
+    """A failure after the run has started; its last checkpoint is complete."""
 
     saves_nothing = False
     """Whether no checkpoint can follow it."""
 
 
 class DivergedError(RunError):
-    """The failure of a run whose weights have diverged: they are no checkpoint to go on from."""
+    """A failure because the run's weights have diverged: they are not saved as a checkpoint."""
 
     saves_nothing = True
 
 
 class StoppedError(Exception):
-    """A stop signal during a wait; nothing of what was waited for is kept."""
+    """A stop signal during a wait; partial results are discarded."""
 
 
 class ReportedElsewhereError(RunError):
-    """The error of another rank, which reports it: this one ends silently."""
+    """An error that another rank reports: this rank ends silently."""
 
     def __init__(self, text: str, *, saves_nothing: bool = False) -> None:
         super().__init__(text)
@@ -51,11 +51,11 @@ class ReportedElsewhereError(RunError):
 
 
 class LostRankError(RunError):
-    """The end of another rank, which this one was waiting for."""
+    """Another rank has ended while this one was waiting for it."""
 
 
 def explain(error: Exception, text: str) -> None:
-    """Attach a line that explains an unexpected error whose traceback is kept elsewhere."""
+    """Attach an explanatory line to an unexpected error whose traceback is saved elsewhere."""
     error.add_note(_EXPLAINED + text)
 
 
@@ -66,7 +66,7 @@ def explanation(error: Exception) -> str | None:
 
 
 def brief(error: BaseException) -> str:
-    """The first paragraph of an error's message as one line: a first line alone may be cut short."""
+    """The first paragraph of an error's message as one line: the first line alone may be cut off."""
     line = " ".join(str(error).strip().split("\n\n")[0].split())
     return textwrap.shorten(line, LONGEST_REASON, placeholder=" ...") or type(error).__name__
 
@@ -77,18 +77,18 @@ def plural(count: int, noun: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str], *, count: int = 1) -> list[str]:
-    """The known names most similar to `name`, at most `count` of them, letter case aside; empty where none is near."""
+    """The known names most similar to `name`, at most `count` of them, ignoring case; empty if none is similar."""
     by_folded = {candidate.casefold(): candidate for candidate in known}
     return [by_folded[close] for close in difflib.get_close_matches(name.casefold(), by_folded, n=count)]
 
 
 def did_you_mean(name: str, known: Iterable[str], *, form: str = ", did you mean {}?") -> str:
-    """A hint at the known name most similar to `name`, in quotes; empty where none is near."""
+    """A hint at the known name most similar to `name`, in quotes; empty if none is similar."""
     return "".join(form.format(repr(close)) for close in nearest(name, known))
 
 
 def check_characters(text: str, *, where: str) -> None:
-    """Raise UserError where a text holds half of a character (a lone surrogate), which no UTF-8 file can keep."""
+    """Raise UserError if a text contains half of a character (a lone surrogate), which UTF-8 cannot encode."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -22,14 +22,14 @@ class Task(Protocol):
 
 
 class SamplerLike(Protocol):
-    """A sampler of the caller's. Where it has `state()` and `load(state)` too, checkpoints keep its state."""
+    """A sampler of the caller's. If it also has `state()` and `load(state)`, checkpoints keep its state."""
 
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> list[Group]:
         """One group per prompt, in the same order.
 
-        A completion's randomness depends on (seed, prompt id, index in its group) and on nothing else.
+        A completion's randomness depends only on (seed, prompt id, index in its group).
         """
         ...
 
@@ -37,14 +37,14 @@ class SamplerLike(Protocol):
 class Sampler:
     """Prompts in, one group of completions per prompt out.
 
-    A class of samplers defines `generate` or `stream`, each of which is made of the other here, and those hooks that
-    it has a use for: the others do nothing.
+    A subclass defines `generate` or `stream`; here each is implemented by the other. It also defines the hooks that it
+    needs; by default a hook does nothing.
     """
 
     decoder = ""
-    """The name of its decoder for the manifest; empty where that is the policy."""
+    """The name of its decoder for the manifest; empty if the policy decodes."""
     foreign = False
-    """Whether it is the caller's own, which may have weights of its own."""
+    """Whether it belongs to the caller, and so may use weights other than the policy's."""
     alike = False
     """Whether `observe` gives the samplers of all ranks the same state."""
 
@@ -62,37 +62,37 @@ class Sampler:
         yield from enumerate(self.generate(prompts, group_size=group_size, sampling=sampling, seed=seed))
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Take note of groups that the samplers of all ranks have drawn."""
+        """Record groups that the samplers of all ranks have drawn."""
 
     def state(self) -> Mapping[str, Any]:
         """The state that later results depend on, as JSON, saved in every checkpoint."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Put back a saved state, before the first request of a resumed run; empty where the checkpoint has none."""
+        """Restore a saved state, before the first request of a resumed run; empty if the checkpoint has none."""
 
     def measured(self) -> Mapping[str, float]:
         """The metrics of the requests since the last call."""
         return {}
 
     def use_version(self, version: int) -> None:
-        """Set the version of the policy as it is now: the number of its steps."""
+        """Set the current version of the policy: the number of its steps."""
 
     def ahead(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> AbstractContextManager[None]:
-        """A context, left when a later request is drawn by the policy as it was on entry; here nothing is drawn."""
+        """A context for updates, in which a later request is drawn by the policy as on entry; draws nothing here."""
         return nullcontext()
 
     def stop_when(self, stopping: Callable[[], bool]) -> None:
-        """Raise StoppedError while waiting for others, once `stopping()`."""
+        """Make waits for servers or processes raise StoppedError once `stopping()` is true."""
 
     def close(self) -> None:
         """End processes and threads, and delete temporary files."""
 
 
 class WrappedSampler(Sampler):
-    """A sampler made of another one, with its hooks; a subclass defines `generate` or `stream`."""
+    """A sampler around another one that passes hooks on to it; a subclass defines `generate` or `stream`."""
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
@@ -101,7 +101,7 @@ class WrappedSampler(Sampler):
         self.alike = sampler.alike
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Let the wrapped sampler take note of groups that the samplers of all ranks have drawn."""
+        """Record groups that the samplers of all ranks have drawn, in the wrapped sampler."""
         self.sampler.observe(groups)
 
     def state(self) -> Mapping[str, Any]:
@@ -109,7 +109,7 @@ class WrappedSampler(Sampler):
         return self.sampler.state()
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Put back a state of the wrapped sampler."""
+        """Restore a state of the wrapped sampler."""
         self.sampler.load(state)
 
     def measured(self) -> Mapping[str, float]:
@@ -117,17 +117,17 @@ class WrappedSampler(Sampler):
         return self.sampler.measured()
 
     def use_version(self, version: int) -> None:
-        """Set the version of the policy as it is now."""
+        """Set the current version of the policy."""
         self.sampler.use_version(version)
 
     def ahead(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> AbstractContextManager[None]:
-        """A context, left when the wrapped sampler has drawn a later request."""
+        """A context in which the wrapped sampler draws a later request."""
         return self.sampler.ahead(prompts, group_size=group_size, sampling=sampling, seed=seed)
 
     def stop_when(self, stopping: Callable[[], bool]) -> None:
-        """Let the wrapped sampler wait no longer once `stopping()`."""
+        """Make the wrapped sampler stop waiting once `stopping()` is true."""
         self.sampler.stop_when(stopping)
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class WrappedSampler(Sampler):
 
 
 class ServedPolicy(Protocol):
-    """The part of a policy that servers need in order to draw its completions."""
+    """The part of a policy that servers need to draw its completions."""
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -150,12 +150,12 @@ class ServedPolicy(Protocol):
 
     @property
     def vocabulary_size(self) -> int:
-        """The number of tokens that the output layer has logits of."""
+        """The number of tokens for which the output layer computes logits."""
         ...
 
     @property
     def adapted(self) -> bool:
-        """Whether only adapters change, and are all that is saved."""
+        """Whether only adapters are trained and saved."""
         ...
 
     def saved_weights(self) -> Sequence[Tensor]:
@@ -163,11 +163,11 @@ class ServedPolicy(Protocol):
         ...
 
     def save_weights(self, directory: Path, *, head: bool = False) -> None:
-        """Write the weights, or the adapters, in Hugging Face format; `head`: a tied output layer by itself too."""
+        """Write the weights, or the adapters, in Hugging Face format; `head`: also a tied output layer separately."""
         ...
 
     def named_weights(self, *, head: bool = False) -> Sequence[tuple[str, Tensor]]:
-        """The weights under the names that they have in files: the model's own tensors, not copies."""
+        """The weights with their names in files: the model's tensors themselves, not copies."""
         ...
 
 
@@ -205,12 +205,12 @@ class Tokenizer(Protocol):
 class DecodeState(Protocol):
     """The keys and values of prompts, by entry, and of the completions being decoded, by slot.
 
-    It may have a method `drawing(buffer)`, which returns what draws the tokens of a CompletionBuffer in its stead, and
-    `prefill_tokens`, the most prompt tokens that it wants in one pass.
+    It may have a method `drawing(buffer)`, which returns a function that draws tokens in place of the CompletionBuffer,
+    and `prefill_tokens`, the most prompt tokens that it wants in one pass.
     """
 
     def admit(self, slots: Sequence[int], entries: Sequence[int]) -> None:
-        """Begin completions in these slots, each of the prompt in its entry."""
+        """Begin completions in these slots, each with the prompt in its entry."""
         ...
 
     def compact(
@@ -224,9 +224,9 @@ class DecodeState(Protocol):
 
 
 class Decoder(Protocol):
-    """The part of a policy that a rollout engine needs: read each prompt once, then one token per slot at a time.
+    """The part of a policy that a rollout engine needs: it reads each prompt once, then decodes one token per slot.
 
-    It may have a context manager `decoding()`, entered around a request, during which its weights do not change.
+    It may have a context manager `decoding()`, entered for a request, during which its weights do not change.
     """
 
     @property
@@ -241,7 +241,7 @@ class Decoder(Protocol):
 
     @property
     def device(self) -> Any:
-        """The torch device that tokens and logits live on."""
+        """The torch device of tokens and logits."""
         ...
 
     def batch_sizes(self, slots: int) -> Sequence[int]:
@@ -249,15 +249,15 @@ class Decoder(Protocol):
         ...
 
     def open(self, *, slots: int, entries: int, prompt_lengths: Sequence[int], new_tokens: int) -> Any:
-        """Memory (a DecodeState) for a request, given all its prompts' lengths; at most `entries` of them at a time."""
+        """Memory (a DecodeState) for a request with prompts of these lengths, at most `entries` of them at a time."""
         ...
 
     def prefill(self, state: Any, prompts: Sequence[Sequence[int]], entries: Sequence[int]) -> Tensor:
-        """Read prompts and keep them as these entries; the logits after the last token of each, float32 [P, V]."""
+        """Read prompts and keep them as these entries; returns the logits after each prompt, float32 [P, V]."""
         ...
 
     def decode(self, state: Any, tokens_R: Tensor) -> Tensor:
-        """Append a token, int64 [R], to what is in each of the first R slots; the logits after it, float32 [R, V]."""
+        """Append a token, int64 [R], to each of the first R slots; returns the logits after it, float32 [R, V]."""
         ...
 
 
@@ -270,15 +270,15 @@ class SavesModel(Protocol):
 
 
 class Progress(Protocol):
-    """The display of a run: live, or none.
+    """The display of a run's progress; it may show nothing.
 
     It may have a method `say(text)`, which is called with lines about the run: what is trained, and what is checked.
     """
 
     def update(self, stage: str, *, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """One step of a stage (`sft`, `train`, `eval`) is done; `metrics` are the step's."""
+        """Show that one step of a stage (`sft`, `train`, `eval`) is done; `metrics` are the step's."""
         ...
 
     def notice(self, text: str) -> None:
-        """Something the user should know, once."""
+        """Show a message to the user, once."""
         ...

@@ -19,24 +19,24 @@ Message = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Example:
-    """One row of a task, before it is worded as a prompt."""
+    """One row of a task, before it is formatted as a prompt."""
 
     id: str
-    """Unique within the task; it identifies a group, which its text does not."""
+    """Unique within the task. It identifies a group; the text may occur twice."""
     question: str
     """The question itself, without instructions."""
     gold: str
     """The reference answer, as graders expect it."""
     rationale: str | None = None
-    """A full text that a perfect completion would have: the target of SFT. None if the data set has none."""
+    """The full text of a perfect completion: the target of SFT. None if the data set has none."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Every other column of the data set's row, by name, for reward functions that ask for it."""
     subsets: Mapping[str, str] = field(default_factory=dict)
-    """Subsets that evaluation makes tables of: {"subject": "Algebra", "level": "3"}."""
+    """The subsets of the evaluation's tables that it belongs to: {"subject": "Algebra", "level": "3"}."""
     preamble: str = ""
-    """The text of a published protocol before its worked examples and the question; part of the prompt."""
+    """The text that a published protocol puts before its worked examples and the question; part of the prompt."""
     shots: tuple[str, ...] = ()
-    """Worked examples between preamble and question. The last ones are left out where a prompt would be too long."""
+    """Worked examples between preamble and question. If the prompt would be too long, the last ones are omitted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,20 +46,20 @@ class Prompt:
     id: str
     """The example's id."""
     token_ids: tuple[int, ...]
-    """The tokens that the model reads, at least one."""
+    """The tokens that the model reads; at least one."""
     text: str
-    """The same as text; format rewards judge its end (a prefilled `<think>`, say) together with the completion."""
+    """The same as text. Format rewards judge its end (such as a prefilled `<think>`) together with the completion."""
     example: Example
     """The row the prompt was made from."""
     messages: tuple[Message, ...] | None = None
     """The chat messages behind `text` when the template is a chat template, else None."""
     ends_in_question: bool = False
-    """Whether `text` ends with the question: a `<think>` there is the question's, and opens no thinking."""
+    """Whether `text` ends with the question: a `<think>` there belongs to the question and does not start thinking."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """Settings by which completions are drawn."""
+    """The settings for drawing completions."""
 
     temperature: float = 1.0
     """0 is greedy decoding."""
@@ -70,9 +70,9 @@ class SamplingParams:
     max_new_tokens: int = 256
     """A completion that reaches it ends with `finish_reason="length"`."""
     min_new_tokens: int = 0
-    """No end-of-sequence token is drawn before this many tokens, and no stop string ends a completion."""
+    """Until this many tokens are drawn, neither end-of-sequence tokens nor stop strings end a completion."""
     stop: tuple[str, ...] = ()
-    """A completion ends at the first token whose decoded text completes one of these; the string is kept."""
+    """A completion ends at the first token that completes one of these strings; the text keeps the string."""
 
     @property
     def filtered(self) -> bool:
@@ -82,10 +82,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """One sampled answer. Tokens are what was sampled; text is for reading and grading and is never tokenized again."""
+    """One sampled answer. Tokens are as sampled; text is for reading and grading and is never tokenized again."""
 
     token_ids: tuple[int, ...]
-    """The sampled tokens, the end-of-sequence token included where one was drawn."""
+    """The sampled tokens, including the end-of-sequence token if one was drawn."""
     logprobs: tuple[float, ...]
     """The sampler's log-probability of each token: full-vocabulary log-softmax at the sampling temperature."""
     finish_reason: FinishReason
@@ -95,7 +95,7 @@ class Completion:
     filtered_logprobs: tuple[float, ...] | None = None
     """With top-p or top-k: the log-probability under the filtered, renormalized distribution. Else None."""
     weight_version: int | None = None
-    """Counts the weight updates of the servers that drew it; None for engines on the trainer's own weights."""
+    """The number of weight updates of the servers that drew it; None for engines that use the trainer's weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +105,7 @@ class Group:
     prompt: Prompt
     completions: tuple[Completion, ...]
     version: int | None = None
-    """The version of the policy that drew it, the number of its steps; None where the sampler does not say."""
+    """The version of the policy that drew it (its number of steps); None if the sampler does not report it."""
 
 
 Score = float | None
@@ -117,17 +117,17 @@ class Scores:
     """The rewards of a list of groups; [p][g] is completion g of group p."""
 
     total: list[list[Score]]
-    """The weighted sum of the components that have a weight; missing where any of them is missing."""
+    """The weighted sum of the components that have a weight; missing if any of them is missing."""
     parts: dict[str, list[list[Score]]]
-    """Every component by its name, unweighted, those of weight 0 included."""
+    """Every component by its name, unweighted, including those of weight 0."""
     timed_out: Mapping[str, list[list[bool]]] = field(default_factory=dict)
-    """By component, whether a score stands for an answer that ran out of time or memory; components without any are
-    left out."""
+    """By component, whether a score stands for an answer that ran out of time or memory; components without such
+    answers are left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedCompletions:
-    """Completions laid end to end, as a policy reads them: no padding, so no padding masks to get wrong."""
+    """Completions laid end to end, as a policy reads them: without padding, so padding masks cannot be wrong."""
 
     prompts: tuple[tuple[int, ...], ...]
     """Token ids of the P distinct prompts."""
@@ -140,12 +140,12 @@ class PackedCompletions:
     sequence_T: Tensor
     """int64 [T]: the completion (0..N-1) of each token."""
     sampler_logprobs_T: Tensor | None = None
-    """float32 [T]: the sampler's log-probabilities, or None where nothing was sampled."""
+    """float32 [T]: the sampler's log-probabilities; None if nothing was sampled."""
     reference_logprobs_T: Tensor | None = None
-    """float32 [T]: the reference model's, or None where no reference is kept or it has not scored them."""
+    """float32 [T]: the reference model's; None if there is no reference or it has not scored them."""
 
     def to_batch(self, *, advantages_N: Tensor, weights_N: Tensor, old_logprobs_T: Tensor | None) -> Batch:
-        """The same completions with all that a loss needs."""
+        """The same completions, with the values that a loss needs in addition."""
         return Batch(
             prompts=self.prompts,
             prompt_N=self.prompt_N,
@@ -169,5 +169,5 @@ class Batch(PackedCompletions):
     weights_N: Tensor
     """float32 [N]: the weight of every token of a completion in the loss (functional.completion_weights)."""
     old_logprobs_T: Tensor | None
-    """float32 [T]: the old log-probabilities of the importance ratio, at the sampling temperature. None: the training
-    pass's own, detached, as long as no weight of the step has changed."""
+    """float32 [T]: the old log-probabilities of the importance ratio, at the sampling temperature. None: use those of
+    the training pass, detached, which is correct until the step changes a weight."""

@@ -244,7 +244,8 @@ def test_eval_tells_models_from_settings(monkeypatch, tmp_path):
 def test_eval_refuses_a_file_of_answers_that_cannot_be_written_before_any_model_is_asked(monkeypatch, tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
-    for rows, expected in ((folder, "is no regular file: name one"), ("/dev/null", "is no regular file: name one")):
+    expected = "is not a regular file: name one"
+    for rows in (folder, "/dev/null"):
         library, done = run(monkeypatch, "eval", "runs/x", "--rows", str(rows))
         assert (expected in str(done.exception), library.calls) == (True, [])
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder)

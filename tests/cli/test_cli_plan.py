@@ -158,7 +158,7 @@ def test_a_model_on_the_hub_without_a_network_is_one_line(
     result = plan("model.new=null", "model.path=someone/model-that-was-never-fetched")
     assert isinstance(result.exception, UserError)
     assert str(result.exception) == (
-        "model.path=someone/model-that-was-never-fetched does not load: it is no directory here, HF_HUB_OFFLINE is "
+        "model.path=someone/model-that-was-never-fetched does not load: it is not a directory here, HF_HUB_OFFLINE is "
         "set, and it was not fetched before; name one, or check the network"
     )
 

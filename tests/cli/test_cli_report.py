@@ -60,8 +60,8 @@ def test_the_example_of_the_documents_prints_what_they_show(tmp_path: Path) -> N
     [
         (["{sweep}", "--csv"], "leave out --csv"),
         (["{sweep}", "--at-least", "0.5"], "--at-least 0.5: write METRIC=VALUE"),
-        (["{sweep}", "--baseline", "no"], "baseline 'no' is no arm"),
-        (["runs/demo", "--json"], "are for a sweep, and runs/demo is none"),
+        (["{sweep}", "--baseline", "no"], "baseline 'no' is not an arm"),
+        (["runs/demo", "--json"], "are for a sweep, and runs/demo is not a sweep"),
         (["{sweep}", "{sweep}", "--baseline", "kl"], "are for a sweep"),
         (["nowhere.csv"], "nowhere.csv: cannot be read"),
     ],

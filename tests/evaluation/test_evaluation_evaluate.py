@@ -239,7 +239,7 @@ def test_a_protocol_that_only_samples_asks_nothing_greedily() -> None:
 
 
 def test_an_accuracy_that_is_no_part_of_the_reward_is_refused() -> None:
-    with pytest.raises(UserError, match="accuracy=truth is no part of the reward: choose one of correctness"):
+    with pytest.raises(UserError, match="accuracy=truth is not a part of the reward: choose one of correctness"):
         run(Script(["7"]), questions(1), accuracy="truth")
 
 

@@ -175,7 +175,7 @@ def test_metrics_are_columns_patterns_or_names_without_statistic(patterns: list[
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: compare(table(), baseline="non"), "baseline 'non' is no arm of the table, which has none, kl, gr"),
+        (lambda: compare(table(), baseline="non"), "baseline 'non' is not an arm of the table, which has none, kl, gr"),
         (
             lambda: compare(
                 table([row("gr", 1, 0, 0, 1, **{"kl.coefficient": value}) for value in (0.1, 0.2)]), baseline="gr"

@@ -197,7 +197,7 @@ def test_a_compiler_that_fails_gives_its_first_error_in_any_encoding_and_leaves_
 
 def test_a_compiler_with_an_open_quote_in_its_name_is_a_reason(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", 'g++ "-O2')
-    with pytest.raises(UnavailableError, match=r'CXX=g.. "-O2 is no command: No closing quotation'):
+    with pytest.raises(UnavailableError, match=r'CXX=g.. "-O2 is not a command: No closing quotation'):
         library()
 
 

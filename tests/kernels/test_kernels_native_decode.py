@@ -107,13 +107,13 @@ def test_tokens_and_positions_that_the_model_has_none_of_are_refused_and_not_rea
     model = PackedModel(read_weights(make_policy()))
     cache = NativeCache(model, slots=1, longest_prompt=3, new_tokens=1)
     for token in (model.vocabulary, -1, 1 << 40):
-        with pytest.raises(IndexError, match=f"token {token} of a prompt is none of the model's"):
+        with pytest.raises(IndexError, match=f"token {token} of a prompt is outside the model's vocabulary"):
             cache.prefill([[2, token]], [0])
     gpt2 = Policy(architecture_model("gpt2").eval(), Tokens())  # type: ignore[arg-type]
     longest = gpt2.causal.config.max_position_embeddings
     packed = PackedModel(read_weights(gpt2))
     NativeCache(packed, slots=1, longest_prompt=longest - 1, new_tokens=1)
-    with pytest.raises(IndexError, match=f"{longest + 1} positions are asked for, and the model has {longest}"):
+    with pytest.raises(IndexError, match=f"{longest + 1} positions are requested, but the model has {longest}"):
         NativeCache(packed, slots=1, longest_prompt=longest, new_tokens=1)
 
 

@@ -282,10 +282,10 @@ def test_weights_of_other_sizes_than_the_config_says_are_named(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"hidden_size": 10, "num_attention_heads": 3}, "hidden_size=10 is no multiple of num_attention_heads=3"),
+        ({"hidden_size": 10, "num_attention_heads": 3}, "hidden_size=10 is not a multiple of num_attention_heads=3"),
         (
             {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 3},
-            "num_attention_heads=4 is no multiple of num_key_value_heads=3",
+            "num_attention_heads=4 is not a multiple of num_key_value_heads=3",
         ),
         ({"hidden_size": "a"}, r"Field 'hidden_size' expected int, got str \(value: 'a'\)"),
     ],

@@ -433,7 +433,7 @@ def test_a_prompt_that_ends_inside_the_thinking_leaves_it_out(prompt, completion
 
 def test_a_gold_answer_that_is_no_letter_of_the_question_is_an_error_that_names_the_row(prompt, completion):
     for gold in ("E", "Rome", "b", ""):
-        with pytest.raises(UserError, match=r"of row 'row-1' is no letter from A to D"):
+        with pytest.raises(UserError, match=r"of row 'row-1' is not a letter from A to D"):
             judge("robust", "B", gold=gold, prompt=prompt, completion=completion)
     with pytest.raises(UserError, match="from A to J"):
         judge("robust", "B", gold="K", options=None, prompt=prompt, completion=completion)

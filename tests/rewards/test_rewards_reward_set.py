@@ -49,7 +49,7 @@ def test_the_total_is_missing_where_a_weighted_part_is(group):
 def test_a_total_that_overflows_is_an_error_wherever_it_is_graded(group):
     reward = RewardSet([component("huge", lambda completion: 1e300 if completion == "a" else 0.0, 1e10)])
     with pytest.raises(
-        UserError, match=r"the weighted rewards of prompt .* no finite number: bound .* lower their weigh"
+        UserError, match=r"the weighted rewards of prompt .* not add up to a finite number: bound .* lower their weigh"
     ):
         reward([group("b"), group("b", "a")])
     assert reward([group("b")]).total == [[0.0]]

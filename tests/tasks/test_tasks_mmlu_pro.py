@@ -219,8 +219,8 @@ def test_nothing_of_the_task_depends_on_the_global_generator(folder):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ("['yes', 'no']", "is no list of options"),
-        (None, "is no list of options"),
+        ("['yes', 'no']", "is not a list of options"),
+        (None, "is not a list of options"),
         (["yes", None], "has an option without"),
     ],
 )

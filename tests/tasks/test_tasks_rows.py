@@ -298,7 +298,7 @@ def test_questions_on_both_sides_or_with_several_answers_are_counted_in_notices(
 def test_an_answer_that_is_no_finite_number_is_an_error_with_its_line(tmp_path, value):
     file = tmp_path / "rows.jsonl"
     file.write_text(f'{{"question": "q", "answer": {value}, "other": Infinity}}\n')
-    with pytest.raises(UserError, match=r"rows\.jsonl line 1: column 'answer' holds -?inf, which is no JSON number"):
+    with pytest.raises(UserError, match=r"rows\.jsonl line 1: column 'answer' holds -?inf, which is not a JSON number"):
         build_task(RowsConfig(train=(SourceConfig(path=str(file)),)))
     file.write_text('{"question": "Is 2 even?", "answer": true, "other": Infinity}\n' * 2)
     assert one_side_of(file).gold == "True"

@@ -79,7 +79,7 @@ def test_data_and_models_that_cannot_be_fetched_are_told_within_seconds_with_the
     ):
         build_task(GSM8KConfig())
     with pytest.raises(
-        UserError, match=rf"^model\.path=no/such does not load: it is no directory here, {nobody} cannot be reached"
+        UserError, match=rf"^model\.path=no/such does not load: it is not a directory here, {nobody} cannot be reached"
     ):
         load_policy(ModelConfig(path="no/such"))
     # The client's own five attempts take half a minute each time; importing it is most of this.

@@ -1,4 +1,4 @@
-"""Applications: what the commands do beside training. An application imports no other one."""
+"""Applications: one for each command besides training. An application never imports another."""
 
 from typing import TYPE_CHECKING
 

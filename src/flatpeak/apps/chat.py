@@ -1,4 +1,4 @@
-"""`flatpeak chat`: questions to a model, worded and answered as its run's recipe says."""
+"""`flatpeak chat`: asks a model questions, worded and answered as in its run's recipe."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from flatpeak.utils.control_tokens import TextEncoder
 from flatpeak.utils.huggingface import unknown_characters
 
 LONGEST_ANSWER = 256
-"""Tokens, where neither a recipe nor the caller sets a limit."""
+"""In tokens, if neither a recipe nor the caller sets a limit."""
 LONGEST_EXAMPLE = 300
-"""Characters of an example question that is printed."""
+"""The most characters of an example question that is printed."""
 _ANY_LENGTH = 2**30
 _MARK = "FLATPEAKQUESTION"
 _UNKNOWN = "how questions were worded in training is unknown; --recipe or --template can say it"
@@ -45,12 +45,12 @@ class ChatSettings:
     prompt: PromptConfig
     sampling: SamplingParams
     conversation: bool
-    """Whether a question includes the messages before it, by the chat template; else each is asked by itself."""
+    """Whether a question includes the earlier messages, by the chat template; otherwise each is asked separately."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Console:
-    """The functions by which a chat reads and writes."""
+    """The functions with which a chat reads and writes."""
 
     read: Callable[[str], str] = input
     """Reads the next question after a prompt; EOFError at the end."""
@@ -70,10 +70,10 @@ def chat_loop(
     max_new_tokens: int | None = None,
     console: Console | None = None,
 ) -> None:
-    """Answer questions with a run's model as they were worded in training, or with any model by its chat template.
+    """Answer questions with a run's model, worded as in training, or with any model by its chat template.
 
-    `recipe` replaces the run's; `template`, `system`, `temperature` and `max_new_tokens` have precedence over both.
-    UserError where the model or the template cannot be used.
+    `recipe` replaces the run's; `template`, `system`, `temperature` and `max_new_tokens` take precedence over both.
+    UserError if the model or the template cannot be used.
     """
     console = console or Console()
     source = locate_model(path)
@@ -92,7 +92,7 @@ def chat_loop(
         sampling=_sampling(config, wording, temperature=temperature, max_new_tokens=max_new_tokens),
         conversation=wording.template == CHAT and (config is None or template is not None),
     )
-    # Refused now rather than at the first question.
+    # Fails now instead of at the first question.
     chat_prompt(tokenizer, [{"role": "user", "content": "?"}], settings)
     for line in _opening(source, config, settings, recipe=recipe, chat_template=bool(tokenizer.chat_template)):
         console.note(line)
@@ -105,7 +105,7 @@ def chat_loop(
 
 
 def converse(policy: Policy, settings: ChatSettings, console: Console) -> None:
-    """Answer lines until an empty one or the end of input."""
+    """Answer lines until an empty line or the end of input."""
     messages: list[Message] = []
     for seed in count():
         try:
@@ -146,7 +146,7 @@ def reply(policy: Policy, prompt: Prompt, *, sampling: SamplingParams, seed: int
 
 
 def chat_prompt(tokenizer: Any, messages: Sequence[Message], settings: ChatSettings) -> Prompt:
-    """The prompt of the last message, the user's; those before it are part of it in a conversation only."""
+    """The prompt of the last message, which is the user's; it includes earlier messages only in a conversation."""
     example = Example(id="chat", question=messages[-1]["content"], gold="")
     if not settings.conversation:
         whole = settings.prompt.model_copy(update={"overlong": "error", "max_tokens": None})
@@ -158,7 +158,7 @@ def chat_prompt(tokenizer: Any, messages: Sequence[Message], settings: ChatSetti
 
 
 def _dialogue(messages: Sequence[Message], prompt: PromptConfig, spell: Callable[[str], str]) -> tuple[Message, ...]:
-    """The messages behind the system's, the questions among the words of `prompt.user`."""
+    """The messages after the system's, with the questions inserted into `prompt.user`."""
     dialogue: list[Message] = []
     if prompt.system is not None:
         dialogue.append({"role": "system", "content": prompt.system})
@@ -169,9 +169,9 @@ def _dialogue(messages: Sequence[Message], prompt: PromptConfig, spell: Callable
 
 
 def _fitted(policy: Policy, settings: ChatSettings, messages: list[Message], console: Console) -> Prompt:
-    """The prompt; the oldest messages of a conversation that does not fit are removed from `messages`."""
+    """The prompt; if a conversation does not fit, its oldest messages are removed from `messages`."""
     context = policy.context_length or _ANY_LENGTH
-    # In a small context, older messages are removed only until a quarter of it is left for the answer.
+    # In a small context, older messages are removed only until a quarter of the context is left for the answer.
     limit = context - min(settings.sampling.max_new_tokens, context // 4)
     before = len(messages)
     prompt = chat_prompt(policy.tokenizer, messages, settings)
@@ -185,8 +185,8 @@ def _fitted(policy: Policy, settings: ChatSettings, messages: list[Message], con
 
 
 def example_question(config: RunConfig, tokenizer: Any, run: Path | None) -> str | None:
-    """A question of the task in one line: a held-out one where the task is generated, else one of the run's logged
-    rollouts. None where neither is at hand: loading a data set would take too long."""
+    """A question of the task in one line: a held-out question if the task is generated, else a question of the run's
+    logged rollouts. None if there is neither: loading a data set would take too long."""
     question: str | None = None
     with suppress(UserError, OSError, ValueError, KeyError, IndexError):  # an example is not worth an error
         if isinstance(config.task, ArithmeticConfig):
@@ -199,7 +199,7 @@ def example_question(config: RunConfig, tokenizer: Any, run: Path | None) -> str
 
 
 def _logged_question(config: RunConfig, tokenizer: Any, run: RunPaths) -> str | None:
-    """The question in the first prompt of the newest logged step, cut out by the template around it."""
+    """The question in the first prompt of the newest logged step, extracted with the template around it."""
     logged = list(logged_steps(run.rollouts).values())
     if not logged:
         return None
@@ -212,7 +212,7 @@ def _logged_question(config: RunConfig, tokenizer: Any, run: RunPaths) -> str | 
 
 
 def _wording(config: RunConfig | None, *, template: str | None, system: str | None) -> PromptConfig | None:
-    """The wording of `template`, else of the recipe, with another system message; None where neither is given."""
+    """The wording of `template`, else of the recipe, with another system message; None if neither is given."""
     if config is None and template is None:
         return None
     prompt = PromptConfig() if config is None else config.prompt
@@ -227,7 +227,7 @@ def _wording(config: RunConfig | None, *, template: str | None, system: str | No
         )
     try:
         prompt_texts((), prompt)
-    except UserError as error:  # a file that is not here
+    except UserError as error:  # the file is not in this directory
         if template is not None:
             raise UserError(str(error).replace("prompt.template=", "--template ", 1)) from error
         raise UserError(
@@ -237,7 +237,7 @@ def _wording(config: RunConfig | None, *, template: str | None, system: str | No
 
 
 def _own_wording(tokenizer: Any, *, system: str | None) -> PromptConfig:
-    """The model's own chat template where it has one, else the question alone."""
+    """The model's own chat template if it has one, else only the question."""
     if tokenizer.chat_template:
         return PromptConfig(template=CHAT, system=system)
     if system is not None:
@@ -246,13 +246,13 @@ def _own_wording(tokenizer: Any, *, system: str | None) -> PromptConfig:
 
 
 def _sampling(config: RunConfig | None, wording: PromptConfig, **given: Any) -> SamplingParams:
-    """The sampling of the recipe's evaluations, but for what is given; without a recipe, temperature 1."""
+    """The sampling of the recipe's evaluations, except for what is given; without a recipe, temperature 1."""
     sampling = SamplingParams(max_new_tokens=LONGEST_ANSWER)
     if config is not None:
         evaluation, rollout = config.evaluation, config.rollout
         sampling = SamplingParams(
             max_new_tokens=evaluation.max_new_tokens or rollout.max_new_tokens,
-            # With another wording the model was not trained to write them.
+            # With another wording, the model was not trained to write them.
             stop=rollout.stop if wording.template == config.prompt.template else (),
         )
         if evaluation.greedy:
@@ -298,7 +298,7 @@ def _opening(
 
 
 def _task_words(task: object) -> str | None:
-    """The first format of a task's questions that adds words to its columns; None where there is none."""
+    """The first format of a task's questions that adds words to its columns; None if there is none."""
     for source in task.train if isinstance(task, RowsConfig) else ():
         words, fields = re.subn(r"\{[^{}]*\}", "", source.question)
         if fields and words.strip():
@@ -307,7 +307,7 @@ def _task_words(task: object) -> str | None:
 
 
 def _name_of(template: str, source: ModelSource) -> str:
-    """The name of a template, also where it is given as a text."""
+    """The name of a template, even if it is given as a text."""
     if PLACEHOLDER not in template:
         return template
     record = source.record

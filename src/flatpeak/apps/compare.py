@@ -1,4 +1,4 @@
-"""`flatpeak eval`: find models, load them one after another, and evaluate each on the same questions."""
+"""`flatpeak eval`: finds models, loads them one after another, and evaluates each on the same questions."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from flatpeak.runs.notices import NoticeLog, RecordedProgress
 from flatpeak.tasks.prompts import CHAT, TEXT_TEMPLATES, PromptConfig, template_text
 
 RawRecipe = Mapping[str, Any]
-"""A recipe as it stands in YAML, unchecked."""
+"""A recipe as written in YAML, unchecked."""
 EVALUATION_SECTIONS = ("task", "prompt", "rewards", "rollout", "evaluation")
-"""The sections of a recipe that decide how a model is evaluated."""
+"""The sections of a recipe that determine how a model is evaluated."""
 _WORDING = ("template", "system", "user", "chat_template_kwargs")
 _LONGEST_VALUE = 100
-"""Characters of a setting that an error repeats."""
+"""The most characters of a setting that an error repeats."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ComparedModel:
-    """A model that is one column of the comparison."""
+    """A model that is a column of the comparison."""
 
     label: str
     path: str | None
     """None: the model that the run's recipe names."""
     recipe: RawRecipe = field(default_factory=dict)
-    """The recipe of the run it comes from, or what its record has of that; empty where neither is there."""
+    """The recipe of its run, or the part of it in the model's record; empty if there is neither."""
     unsafe: str | None = None
     """The part of its record that only its own run may load."""
     objects: tuple[str, ...] = ()
-    """The objects from Python that its run had in place of what its recipe names."""
+    """The Python objects that replaced parts of its run's recipe."""
 
     def section(self, base: RawRecipe) -> dict[str, Any]:
-        """The section `model` of a recipe that evaluates it: loaded as in its own run, on the device of the first."""
+        """The section `model` of a recipe that evaluates it: loaded as in its run, on the device of the first model."""
         own = dict(self.recipe.get("model") or {})
         device = (base.get("model") or {}).get("device", "auto")
         if self.path is None:
@@ -60,14 +60,14 @@ def compare_checkpoints(
     stages: bool = False,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Evaluate runs, checkpoints or Hub names on the held-out set of the first one's recipe, as overridden.
+    """Evaluate runs, checkpoints or Hub names on the held-out set of the first model's recipe, with overrides.
 
-    `recipe`, a path or name, replaces how: one with a task decides everything about questions and grading, one without
-    changes the first model's recipe. With `stages`, each run stands for the model it began with, and those after SFT,
-    at the best and at the last step.
+    `recipe`, a path or name, replaces that: with a task it decides everything about questions and grading; without a
+    task it changes the first model's recipe. With `stages`, each run stands for its initial model and its models after
+    SFT, at the best step and at the last.
 
-    Raises UserError where nothing says what to evaluate on, and for a run whose prompts, or grading, differ from those
-    of the first and would be replaced by them here.
+    Raises UserError if nothing says what to evaluate on, or if a run has other prompts or another grading than the
+    first, which would replace them here.
     """
     progress = RecordedProgress(SilentProgress() if progress is None else progress, NoticeLog())
     models = [model for name in names for model in _compared_models(name, stages=stages, several=len(names) > 1)]
@@ -97,7 +97,7 @@ def compare_checkpoints(
         notices += _check_comparable(model, config, explicit)
         with open_evaluation(config, progress=progress) as evaluator:
             evaluations.append(evaluator.evaluate(size=_evaluation_size(config, overrides), robustness=True))
-        del evaluator  # else this model would still be in memory while the next one loads
+        del evaluator  # otherwise this model would still be in memory while the next one loads
     evaluations, ungraded = _without_graded_accuracy(evaluations)
     evaluations, left_out = _on_common_questions(evaluations)
     notices = list(dict.fromkeys([*notices, *ungraded, *left_out]))
@@ -105,7 +105,7 @@ def compare_checkpoints(
 
 
 def _without_graded_accuracy(evaluations: list[Evaluation]) -> tuple[list[Evaluation], list[str]]:
-    """The evaluations without accuracy, and the notice of it, where a function grades the answers of any model."""
+    """The evaluations without accuracy, and a notice about it, if a function grades the answers of any model."""
     graded_by = next((evaluation.graded_by for evaluation in evaluations if evaluation.graded_by), None)
     if graded_by is None:
         return evaluations, []
@@ -113,9 +113,9 @@ def _without_graded_accuracy(evaluations: list[Evaluation]) -> tuple[list[Evalua
 
 
 def _on_common_questions(evaluations: list[Evaluation]) -> tuple[list[Evaluation], list[str]]:
-    """The evaluations on the questions that fit into every model's context, with a notice where that leaves some out.
+    """The evaluations on the questions that fit into every model's context, with a notice if some are left out.
 
-    UserError where there is none.
+    UserError if no question fits.
     """
     common = set.intersection(*(set(evaluation.ids) for evaluation in evaluations))
     if all(len(evaluation.ids) == len(common) for evaluation in evaluations):
@@ -128,9 +128,9 @@ def _on_common_questions(evaluations: list[Evaluation]) -> tuple[list[Evaluation
 
 
 def evaluated_by(recipe: RawRecipe, base: RawRecipe) -> dict[str, Any]:
-    """`base`, evaluated as another recipe says.
+    """`base`, evaluated according to another recipe.
 
-    Where that has a task, no evaluation section of `base` is kept: its rewards and metric mean nothing to another task.
+    If that has a task, no evaluation section of `base` is kept: its rewards and metric mean nothing for another task.
     """
     kept = {key: value for key, value in base.items() if "task" not in recipe or key not in EVALUATION_SECTIONS}
     return merge(kept, {section: recipe[section] for section in EVALUATION_SECTIONS if section in recipe})
@@ -155,13 +155,13 @@ def _compared_model(label: str, source: ModelSource) -> _ComparedModel:
 
 
 def _names_a_model(recipe: RawRecipe) -> bool:
-    """Whether the model before training can be had: one that a Python caller brought is gone."""
+    """Whether the model before training is available: a model passed by a Python caller is gone."""
     model = recipe.get("model") or {}
     return bool(model.get("path") or model.get("new"))
 
 
 def _check_comparable(model: _ComparedModel, config: RunConfig, explicit: Sequence[str]) -> list[str]:
-    """UserError where the model's own run used other prompts or another grader; other differences as notices."""
+    """UserError if the model's own run used other prompts or another grader; other differences become notices."""
     if not model.recipe:
         return []
     own = parse_config(model.recipe)
@@ -200,7 +200,7 @@ def _check_comparable(model: _ComparedModel, config: RunConfig, explicit: Sequen
 
 
 def _check_named(model: _ComparedModel, own: RunConfig, config: RunConfig, explicit: Sequence[str]) -> None:
-    """UserError where the questions or the grader were objects from Python, and recipes have others in their place."""
+    """UserError if the questions or the grader were Python objects, which recipes cannot contain."""
     name = config.evaluation.accuracy_part or "NAME"
     if "task" in model.objects and own.task == config.task and not _overridden(explicit, "task"):
         raise UserError(
@@ -215,12 +215,12 @@ def _check_named(model: _ComparedModel, own: RunConfig, config: RunConfig, expli
 
 
 def _template(prompt: PromptConfig) -> str:
-    """A template by its text where that is a file's or in the recipe itself, else by its name."""
+    """A template by its text if that is in a file or the recipe itself, else by its name."""
     if prompt.template == CHAT or prompt.template in TEXT_TEMPLATES:
         return prompt.template
     try:
         return template_text(prompt.template)
-    except UserError:  # a file that is gone
+    except UserError:  # the file is gone
         return prompt.template
 
 
@@ -239,7 +239,7 @@ def _format(reward: Mapping[str, Any] | None) -> str:
 
 
 def _overridden(overrides: Sequence[str], *keys: str) -> bool:
-    """Whether an override sets one of the keys, something in it, or a section that it is in."""
+    """Whether an override sets one of the keys, something inside it, or a section that contains it."""
     paths = [override.partition("=")[0].strip() + "." for override in overrides]
     return any(path.startswith(f"{key}.") or f"{key}.".startswith(path) for path in paths for key in keys)
 

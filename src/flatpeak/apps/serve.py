@@ -1,4 +1,4 @@
-"""A vLLM server for a run or model, started from an environment of its own with what flatpeak needs of it."""
+"""A vLLM server for a run or model, started in its own Python environment with the options that flatpeak needs."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from flatpeak.utils.child_process import kill_group
 from flatpeak.utils.redaction import NO_KEY, Secret, redact
 
 FLAGS: Final = (
-    # The endpoint that takes token ids, gives token ids, and says which weights drew them.
+    # The endpoint that takes and returns token ids, and reports which weights drew them.
     "--enable-scale-out",
     # Log-probabilities at the sampling temperature.
     "--logprobs-mode=processed_logprobs",
-    # No temperature, penalty or end of a completion that the recipe does not ask for.
+    # No temperature, penalty or end of a completion unless the recipe asks for it.
     "--generation-config=vllm",
     "--disable-uvicorn-access-log",
 )
 PLUGIN: Final = Path(flatpeak.rollout.vllm.__file__).parent / "server_plugin"
-"""A directory for the path of servers: their half of weight transfers over sockets."""
+"""A directory for the servers' Python path: their part of weight transfers over sockets."""
 TRANSFER_FLAGS: Final = {
     "sockets": (
         f'--weight-transfer-config={{"backend": "{SocketChannel.backend}"}}',
@@ -46,7 +46,7 @@ TRANSFER_FLAGS: Final = {
     "nccl": (f'--weight-transfer-config={{"backend": "{NCCLChannel.backend}"}}',),
 }
 CPU_FLAGS: Final = (
-    # Workers on CPUs end where a request with a seed has a prompt that is read in pieces.
+    # Workers on CPUs crash if a request with a seed has a prompt that is read in pieces.
     "--no-enable-chunked-prefill",
 )
 ENVIRONMENT: Final = {
@@ -67,16 +67,16 @@ class ServeConfig:
     """A run (its best checkpoint), a directory, or a name on the Hub."""
     host: str = "127.0.0.1"
     port: int = 8000
-    """0: a free one."""
+    """0: a free port."""
     dtype: str | None = None
-    """None: that of the run; of another model, what its files say."""
+    """None: the run's type; for another model, the type of its files."""
     max_model_len: int | None = None
     lora_rank: int | None = None
-    """The largest rank of the adapters that it will be given; None: the weights themselves are updated."""
+    """The largest rank of the adapters that it will get; None: the weights themselves are updated."""
     sleep: bool = False
-    """Whether it can give its memory back between rollouts, for one GPU that it shares with the trainer."""
+    """Whether it can free its memory between rollouts, for one GPU shared with the trainer."""
     transfer: Literal["sockets", "nccl"] = "sockets"
-    """The way in which it takes weights from the trainer's memory (rollout.engine.sync=endpoint)."""
+    """The transport of weights from the trainer's memory (rollout.engine.sync=endpoint)."""
     arguments: Sequence[str] = ()
     """Further arguments of vLLM's server."""
 
@@ -85,7 +85,7 @@ class ServerProcess:
     """A vLLM server as a process, from `with` to its end."""
 
     def __init__(self, config: ServeConfig, *, python: Path, environment: Mapping[str, str] | None = None) -> None:
-        """`python` has vLLM; `environment` is added to this process's own."""
+        """`python` has vLLM; `environment` is added to this process's environment."""
         _check_port(config.host, config.port)
         port = config.port or _free_port()
         self.url = f"http://[{config.host}]:{port}" if ":" in config.host else f"http://{config.host}:{port}"
@@ -103,7 +103,7 @@ class ServerProcess:
             env=_environment(environment or {}),
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for flatpeak, which ends the server and its workers
+            start_new_session=True,  # Ctrl-C goes to flatpeak, which ends the server and its workers
         )
 
     def __enter__(self) -> ServerProcess:
@@ -116,11 +116,11 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
+        """The id of the server's process."""
         return self._process.pid
 
     def wait_until_healthy(self, *, timeout: float) -> None:
-        """Return once the server answers; RunError, with the end of its log, where it ends first or takes too long."""
+        """Return once the server answers; RunError, with the end of its log, if it ends first or takes too long."""
         client = HTTPClient(self.url, timeout=10.0, key=Secret(NO_KEY))
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -135,7 +135,7 @@ class ServerProcess:
         raise RunError(f"vLLM is not ready after {timeout:g} s; its last words:\n{self.log_tail()}")
 
     def wait(self) -> int:
-        """Wait until the server ends by itself; its exit code."""
+        """Wait until the server ends by itself; return its exit code."""
         return self._process.wait()
 
     def log_tail(self) -> str:
@@ -146,13 +146,13 @@ class ServerProcess:
         return str(redact("\n".join(lines[-_LAST_LINES:]), secrets=self._keys))
 
     def stop(self, *, patience: float = 10.0) -> None:
-        """End the server and its workers; those that do not end in time are killed."""
+        """End the server and its workers; kill those that do not end in time."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGTERM)
         try:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(patience)
-        finally:  # a second Ctrl-C too
+        finally:  # also after a second Ctrl-C
             self.kill()
 
     def kill(self) -> None:
@@ -162,7 +162,7 @@ class ServerProcess:
 
 
 def _arguments(config: ServeConfig, port: int) -> list[str]:
-    """The arguments of vLLM's server. A run's adapter stands for its base, which adapters are loaded onto later."""
+    """The arguments of vLLM's server. A run's adapter stands for its base, onto which adapters are loaded later."""
     source = locate_model(config.model)
     assert source.path is not None  # only a run's stages may lack one
     path, dtype = source.path, config.dtype
@@ -175,7 +175,7 @@ def _arguments(config: ServeConfig, port: int) -> list[str]:
     if config.max_model_len is not None:
         arguments.append(f"--max-model-len={config.max_model_len}")
     if config.lora_rank is not None:
-        # Two places: one for the adapter in use, one for the next, which is loaded before the other is dropped.
+        # Two slots: one for the adapter in use, one for the next, which is loaded before the other is dropped.
         arguments += ["--enable-lora", f"--max-lora-rank={_lora_rank(config.lora_rank)}", "--max-loras=2"]
     else:
         arguments += TRANSFER_FLAGS[config.transfer]
@@ -190,7 +190,7 @@ def _is_cpu_build(python: Path) -> bool:
 
 
 def _lora_rank(rank: int) -> int:
-    """The smallest rank that vLLM knows and that is no smaller."""
+    """The smallest rank supported by vLLM that is at least this rank."""
     known = (1, 8, 16, 32, 64, 128, 256, 320, 512)
     fitting = [one for one in known if one >= rank]
     if not fitting:
@@ -199,7 +199,7 @@ def _lora_rank(rank: int) -> int:
 
 
 def _environment(added: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment for another Python: of its packages, what servers need alone."""
+    """This process's environment for another Python, with only those of its packages that servers need."""
     own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
     return {**own, **ENVIRONMENT, "PYTHONPATH": str(PLUGIN), **added}
 
@@ -212,7 +212,7 @@ def _keys(arguments: Sequence[str]) -> list[str]:
 
 
 def _check_port(host: str, port: int) -> None:
-    """UserError for a port in use: what listens there would be taken for the new server."""
+    """UserError for a port in use: whatever listens there would be mistaken for the new server."""
     if port == 0:
         return
     try:

@@ -1,1 +1,1 @@
-"""The command line: a function per command, in modules by purpose."""
+"""The command line: a function for each command, in modules by purpose."""

@@ -40,17 +40,17 @@ Overrides = Annotated[
         help="Settings to change, such as optimizer.learning_rate=1e-5; `flatpeak settings` explains them.",
     ),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest valid checkpoint.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete the run of that name first.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue from the newest valid checkpoint.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="First delete the run with this name.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")]
-PrintConfig = Annotated[bool, typer.Option("--print-config", help="Print the whole recipe, defaults included; stop.")]
+PrintConfig = Annotated[bool, typer.Option("--print-config", help="Print the whole recipe with defaults, and stop.")]
 
 ANSWER_WIDTH = 100
-"""Characters of a question or an answer that a command prints."""
+"""The most characters of a question or an answer that a command prints."""
 
 
 def read_config(recipe: str, overrides: Sequence[str] | None) -> RunConfig:
-    """The checked recipe; imports no torch."""
+    """The checked recipe; does not import torch."""
     from flatpeak.config.load import load_recipe, parse_config
 
     return parse_config(load_recipe(recipe, overrides or ()))
@@ -66,9 +66,9 @@ def print_config(config: RunConfig) -> None:
 
 
 def check_start(config: RunConfig, *, resume: bool, overwrite: bool) -> None:
-    """UserError where the run cannot be started under its name; imports no torch, model and task play no part.
+    """UserError if the run cannot be started under its name; ignores model and task, and does not import torch.
 
-    Of several processes the first checks: it may have taken the name by the time that the others are here.
+    If there are several processes, only the first checks: it may already have taken the name when the others start.
     """
     from flatpeak.runs import directory
 
@@ -78,14 +78,14 @@ def check_start(config: RunConfig, *, resume: bool, overwrite: bool) -> None:
 
 
 def start_processes(config: RunConfig) -> None:
-    """Run the command in the processes that the recipe asks for, where this is not one of them, and exit."""
+    """Run the command in the processes that the recipe asks for and exit, unless this is one of them."""
     if needs_launch(config.distributed):
         say = partial(typer.echo, err=True)
         raise typer.Exit(launch(sys.argv[1:], config.distributed, say=lambda text: say(f"error: {text}")))
 
 
 def command_line() -> list[str]:
-    """The command as it was typed, for the run's manifest."""
+    """The command as typed, for the run's manifest."""
     return ["flatpeak", *sys.argv[1:]]
 
 
@@ -94,20 +94,20 @@ class RunOutput:
     """The output of a command that trains: progress while it runs, its outcome, and its exit code."""
 
     label: str
-    """The name of the command at the beginning of its last line."""
+    """The name of the command, with which its last line begins."""
     as_json: bool = False
     resumed_by: Sequence[str] | None = None
     """The arguments that resume the run, without options; None: `train` with the run's own config.yaml."""
 
     @contextmanager
     def progress(self, config: RunConfig) -> Iterator[PlainProgress | LiveProgress]:
-        """The display of a run, on standard error where standard output is for the JSON object, and its first line.
+        """The display of a run and its first line; on standard error if standard output is for the JSON object.
 
-        The line stands there before torch is imported, which takes seconds.
+        The line is printed before torch is imported, which takes seconds.
         """
         stream = sys.stderr if self.as_json else sys.stdout
         try:
-            # The prints of a reward function in this process are no part of the object that --json prints.
+            # What a reward function prints in this process does not belong to the object that --json prints.
             with redirect_stdout(stream), open_progress(stream, metric=config.evaluation.metric) as progress:
                 if not job_rank():
                     progress.say(first_line(config))
@@ -120,9 +120,9 @@ class RunOutput:
             raise
 
     def finish(self, result: RunResult, last_line: str) -> None:
-        """Print the outcome: `last_line`, or the command that resumes a run that a signal stopped.
+        """Print the outcome: `last_line`, or the command that resumes the run if a signal stopped it.
 
-        Exits with 128 + its number for a signal. Of several processes the first prints it.
+        A signal's exit code is 128 + its number. Of several processes, only the first prints.
         """
         if job_rank():
             return
@@ -133,7 +133,8 @@ class RunOutput:
             typer.echo("\n".join([*_answers(result), last_line]))
         if summary.signal is not None:
             by = signal_name(summary.signal)
-            by += "" if result.stopped_rank is None else f" to rank {result.stopped_rank}"
+            if result.stopped_rank is not None:
+                by += f" to rank {result.stopped_rank}"
             command = _resume_command(self.resumed_by or ["train", str(result.path / "config.yaml")])
             stopped = f"{self.label}: stopped by {by} after step {summary.last_step}"
             typer.echo(f"{stopped}; resume it with\n{command}", err=self.as_json)
@@ -142,7 +143,7 @@ class RunOutput:
 
 
 def _answers(result: RunResult) -> list[str]:
-    """The first held-out questions with the greedy answers before the first step and after the last."""
+    """The first held-out questions, with the greedy answers before the first step and after the last."""
     from flatpeak.runs.rollout_log import answers_before_and_after
 
     stages = [f"{one.stage}_{one.step:06d}" for one in result.summary.evaluations]
@@ -155,21 +156,21 @@ def _answers(result: RunResult) -> list[str]:
 
 
 def _on_one_line(text: str) -> str:
-    """The beginning of a text, whose control characters are no commands to the terminal."""
+    """The beginning of a text, with control characters escaped so that the terminal does not obey them."""
     line = textwrap.shorten(text, ANSWER_WIDTH, placeholder=" ...")
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
 
 
 def _resume_command(arguments: Sequence[str]) -> str:
-    """The command line that resumes a run, ready to be pasted into a shell."""
+    """The command line that resumes a run, ready to paste into a shell."""
     return shlex.join(["flatpeak", *arguments, "--resume"])
 
 
 def last_line(label: str, summary: RunSummary, *, since: EvaluationStage, report: Path) -> str:
     """`demo: held-out accuracy 0.41 -> 0.97 in 118 s, report: runs/demo/report.html`.
 
-    The first number is of stage `since` (of the start, where the run had no such stage), the second of the last
-    evaluation there is. Without an accuracy it is the metric that chooses checkpoints.
+    The first number is from stage `since` (from the start, if the run had no such stage), the second from the last
+    evaluation. Without an accuracy, it is the metric that chooses checkpoints.
     """
     first = summary.evaluation(since) or summary.evaluation("start")
     last = summary.evaluations[-1] if summary.evaluations else None
@@ -179,16 +180,16 @@ def last_line(label: str, summary: RunSummary, *, since: EvaluationStage, report
 
 
 def format_metric(metrics: Mapping[str, float | None], name: str) -> str:
-    """The metric with two decimals; `unknown` where it is missing."""
+    """The metric with two decimals; `unknown` if it is missing."""
     value = metrics.get(name)
     return "unknown" if value is None else f"{value:.2f}"
 
 
 @contextmanager
 def open_progress(stream: TextIO, *, metric: str | None = None) -> Iterator[PlainProgress | LiveProgress]:
-    """A display on `stream`, closed at the end also when the run fails: bars on a terminal, else lines.
+    """A display on `stream`, closed at the end even if the run fails: bars on a terminal, else lines.
 
-    `metric` is the one that chooses checkpoints, shown of evaluations that have no accuracy.
+    `metric` is the metric that chooses checkpoints; it is shown for evaluations without an accuracy.
     """
     if job_rank() or not stream.isatty():
         yield PlainProgress(stream, metric=metric)
@@ -213,7 +214,7 @@ def open_progress(stream: TextIO, *, metric: str | None = None) -> Iterator[Plai
         MofNCompleteColumn(table_column=unwrapped()),
         TimeElapsedColumn(table_column=unwrapped()),
         TimeRemainingColumn(table_column=unwrapped()),
-        # The only column that gives way on a narrow terminal: it goes on in a second line.
+        # The only column that shrinks on a narrow terminal: it continues on a second line.
         TextColumn("{task.fields[metrics]}", table_column=Column()),
     )
     with Progress(*columns, console=Console(file=stream)) as bars:

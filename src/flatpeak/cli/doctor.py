@@ -1,4 +1,4 @@
-"""The command `doctor`: whether flatpeak can work on this machine, line by line."""
+"""The command `doctor`: whether flatpeak works on this machine, line by line."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import typer
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as a JSON list of objects.")] = False,
 ) -> None:
-    """Check this machine and installation, and name what mends each problem.
+    """Check this machine and installation, and name a fix for each problem.
 
-    Nothing is changed or downloaded. The exit code is 1 where there is a problem, else 0.
+    Changes and downloads nothing. The exit code is 1 if there is a problem, else 0.
     """
     from flatpeak.apps.doctor.checks import report
 
@@ -21,7 +21,7 @@ def doctor(
 
 
 def run_directly(arguments: Sequence[str]) -> int | None:
-    """Run the doctor without typer's reading of arguments, for which pydantic must work; None for another command."""
+    """Run the doctor without typer's parsing of arguments, which needs pydantic; None for another command."""
     if list(arguments) not in (["doctor"], ["doctor", "--json"]):
         return None
     from flatpeak.apps.doctor.checks import main

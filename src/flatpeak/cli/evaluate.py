@@ -23,11 +23,11 @@ Models = Annotated[
     typer.Argument(metavar="MODEL|KEY=VALUE", help="Runs, checkpoints or Hub names, and settings to change."),
 ]
 Correct = bool | None
-"""Whether an answer is correct; None where grading it failed."""
+"""Whether an answer is correct; None if grading failed."""
 _OUTCOMES = {True: "correct", False: "wrong", None: "failed"}
 _PRINTED_ANSWERS = 20
 _GSM8K: tuple[NumberExtraction, ...] = ("gsm8k_strict", "answer_tag", "boxed", "whole")
-"""The extractions that are tried on an answer, in order."""
+"""The extractions to try on an answer, in order."""
 
 
 class _Row(NamedTuple):
@@ -40,12 +40,12 @@ class _Row(NamedTuple):
 
 def evaluate(
     models: Models,
-    recipe: Annotated[str | None, typer.Option(help="Prompt and grade as this recipe does.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="Prompt and grade as in this recipe.")] = None,
     stages: Annotated[
         bool, typer.Option("--stages", help="Compare each run's model before training, after SFT, best and last.")
     ] = False,
     rows: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write every answer there, a JSON object a line.")
+        str | None, typer.Option(metavar="FILE", help="Write every answer to this file, one JSON object per line.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")] = False,
 ) -> None:
@@ -60,7 +60,7 @@ def evaluate(
     from flatpeak.runs.files import write_atomic
     from flatpeak.runs.summary import finite
 
-    # The prints of a reward function in this process are no part of the result.
+    # What a reward function prints in this process does not belong to the result.
     with redirect_stdout(sys.stderr), open_progress(sys.stderr) as progress:
         comparison = compare_checkpoints(paths, overrides, recipe=recipe, stages=stages, progress=progress)
     typer.echo(json.dumps(finite(comparison.as_dict()), allow_nan=False) if as_json else comparison.render())
@@ -74,13 +74,13 @@ def evaluate(
 
 
 def _check_writable(rows: str) -> None:
-    """UserError where the file of `--rows` cannot be written, before any model is asked."""
+    """UserError if the file of `--rows` cannot be written, before any model is asked."""
     folder = Path(rows).absolute().parent
     if not folder.is_dir():
         raise UserError(f"--rows {rows}: no directory {Path(rows).parent}; make it first, or choose another")
     if Path(rows).exists() and not Path(rows).is_file():
-        # A rename would put a file in the place of /dev/stdout.
-        raise UserError(f"--rows {rows} is no regular file: name one")
+        # Renaming a file would replace /dev/stdout.
+        raise UserError(f"--rows {rows} is not a regular file: name one")
     if not os.access(folder, os.W_OK):
         raise UserError(f"--rows {rows}: {Path(rows).parent} cannot be written; choose another directory")
 
@@ -93,21 +93,21 @@ def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def chat(
     path: Annotated[str, typer.Argument(metavar="MODEL", help="A run, a checkpoint directory or a Hub name.")],
-    recipe: Annotated[str | None, typer.Option(help="Prompt as this recipe does.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="Prompt as in this recipe.")] = None,
     template: Annotated[
         str | None,
-        typer.Option(help="Word questions by plain, r1_zero, question_only, chat or a file with {question}."),
+        typer.Option(help="The template of questions: plain, r1_zero, question_only, chat or a file with {question}."),
     ] = None,
     system: Annotated[str | None, typer.Option(help="A system message, for models with a chat template.")] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(min=0, help="0 always takes the likeliest token. Default: a run's as in its evaluations, else 1."),
+        typer.Option(min=0, help="0 always takes the likeliest token. Default: as in a run's evaluations, else 1."),
     ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest answer. Default: a run's as in its evaluations, else 256.")
+        int | None, typer.Option(min=1, help="Longest answer. Default: as in a run's evaluations, else 256.")
     ] = None,
 ) -> None:
-    """Ask a model questions; an empty line or Ctrl-D ends.
+    """Ask a model questions; an empty line or Ctrl-D ends the chat.
 
     A run, or a checkpoint in it, is asked as in its training. Answers go to standard output, everything else to
     standard error.
@@ -126,7 +126,7 @@ def chat(
 
 
 def _read(prompt: str) -> str:
-    """The next line of input, after a prompt where both input and output are a terminal."""
+    """The next line of input, after a prompt if both input and output are a terminal."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return input()
     try:
@@ -138,19 +138,19 @@ def _read(prompt: str) -> str:
 
 def grade(
     file: Annotated[str, typer.Argument(metavar="FILE.jsonl", help="Rows with `answer` (a model's text) and `gold`.")],
-    task: Annotated[str, typer.Option(help="Rules of grading: math, or gsm8k (numbers only).")] = "math",
+    task: Annotated[str, typer.Option(help="The rules of grading: math, or gsm8k (numbers only).")] = "math",
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as one JSON object.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds for one answer that the rules leave to math-verify.")] = 2.0,
     evaluated: Annotated[
         bool,
         typer.Option(
             "--evaluated",
-            help="Count answers as wrong that leave operations which the gold does not have, or are copied from the "
-            "row's `question`, where it has one.",
+            help="Count answers as wrong that leave operations which the gold answer lacks, or that are copied from "
+            "the row's `question`, if it has one.",
         ),
     ] = False,
 ) -> None:
-    """Grade answers against gold answers; failed (out of time or memory) is never wrong."""
+    """Grade answers against gold answers; failed (out of time or memory) answers never count as wrong."""
     graders = {"math": _grade_math, "gsm8k": _grade_numbers}
     if task not in graders:
         raise UserError(f"--task {task}: choose one of {', '.join(graders)}")
@@ -167,12 +167,12 @@ def grade(
 
 
 def _read_rows(file: str) -> list[_Row]:
-    """The rows of a file; a UserError names the line of a bad one."""
+    """The rows of a file; a UserError names the line of a bad row."""
     from flatpeak.tasks.data_files import read_jsonl
 
     path = Path(file).expanduser()
     if not path.is_file():
-        raise UserError(f"{file} is no file: give JSON lines with `answer` and `gold`")
+        raise UserError(f"{file} is not a file: give JSON lines with `answer` and `gold`")
     rows = []
     for row in read_jsonl(path):
         values: list[str] = []
@@ -205,7 +205,9 @@ def _grade_numbers(rows: Sequence[_Row], timeout: float, evaluated: bool) -> lis
         if expected is None:
             expected = extract_answer(gold, "gsm8k_strict")
         if expected is None:
-            raise UserError(f"{where}: the gold {gold[:60]!r} is no number and has none after `####`; use --task math")
+            raise UserError(
+                f"{where}: the gold {gold[:60]!r} is not a number and has none after `####`; use --task math"
+            )
         candidates = ((extract_answer(answer, extraction), extraction) for extraction in _GSM8K)
         number, extraction = next((one for one in candidates if one[0] is not None), (None, _GSM8K[0]))
         unfinished = evaluated and leaves_work(answer, extraction, gold=str(expected), question=question)
@@ -225,6 +227,6 @@ def _table(rows: Sequence[_Row], verdicts: Sequence[Correct]) -> str:
 
 
 def _short(text: str) -> str:
-    """The last 50 characters of a text, where answers stand."""
+    """The last 50 characters of a text, which usually contain the answer."""
     line = " ".join(text.split())
     return line if len(line) <= 50 else f"...{line[-47:]}"

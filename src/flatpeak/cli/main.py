@@ -26,11 +26,11 @@ app = typer.Typer(
     "flatpeak:demo; key.path=value changes any of its settings.",
     add_completion=False,
     no_args_is_help=True,
-    # Plain help: importing rich to draw boxes would double the time `--help` takes.
+    # Plain help, because importing rich to draw boxes would double the time of `--help`.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-# Where the first sentence of a help text is cut short in the list of commands, a shorter one stands there.
+# The list of commands would cut off the first sentence of some help texts; these have a shorter one.
 app.command("demo", cls=SettingsCommand)(train.demo)
 app.command("plan", cls=SettingsCommand, short_help="Show what a recipe will run, and whether it fits.")(plan.plan)
 app.command("sft", cls=SettingsCommand)(train.sft)
@@ -64,7 +64,7 @@ def version(show: bool = typer.Option(False, "--version", help="Show the version
 
 
 def main() -> None:
-    """The entry point. Exit codes: 0 done, 1 failed, 2 a bad command or recipe, 130 and 143 stopped by a signal."""
+    """The entry point. Exit codes: 0 done, 1 failed, 2 bad command or recipe, 130 and 143 stopped by a signal."""
     warnings.formatwarning = _format_warning
     _open_streams()
     try:
@@ -72,7 +72,7 @@ def main() -> None:
             sys.exit(code)
         app(prog_name="flatpeak")
     except ReportedElsewhereError:
-        sys.exit(0)  # of several processes the one that tells the error ends the run with its code
+        sys.exit(0)  # the process that reports the error ends the run with its code
     except LostRankError:
         sys.exit(LOST_RANK_CODE)
     except UserError as error:
@@ -87,14 +87,14 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    """Open the standard streams that cron or a supervisor has closed: they lead nowhere, also in child processes.
+    """Open standard streams that cron or a supervisor has closed as null devices, for child processes too.
 
-    An open standard output shows the code of a character that its encoding lacks, as standard error does.
+    Standard output that is open escapes characters that its encoding lacks, as standard error does.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             stream = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - open until the process ends
-            os.set_inheritable(stream.fileno(), True)  # it has the free number, which a run's file would have next
+            os.set_inheritable(stream.fileno(), True)  # it has the free number, which a run's file would get next
             setattr(sys, name, stream)
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -103,7 +103,7 @@ def _open_streams() -> None:
 def _format_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """A warning of flatpeak's own as one line, as notices are; those of other libraries as Python shows them."""
+    """A warning by flatpeak as one line, like a notice; warnings of other libraries as Python shows them."""
     own = Path(filename).is_relative_to(Path(__file__).parents[1])
     return f"warning: {message}\n" if own else _python_format(message, category, filename, lineno, line)
 

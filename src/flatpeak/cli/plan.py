@@ -1,4 +1,4 @@
-"""The command `plan`: what a recipe will run and what it takes, before anything is spent."""
+"""The command `plan`: what a recipe will run and how much it needs, before anything is spent."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from flatpeak.apps.planning.run_plan import RunPlan
 
 DOES_NOT_FIT = 3
-"""The exit code of a recipe that needs more memory than there is."""
+"""The exit code for a recipe that needs more memory than there is."""
 WIDTH = 100
-"""Columns of tables where standard output is no terminal."""
+"""Columns of tables if standard output is not a terminal."""
 
 
 def plan(
@@ -36,24 +36,23 @@ def plan(
         float | None,
         typer.Option(
             metavar="GB",
-            help="Plan for a GPU sold with so many GB (with model.device=cpu, for a computer). Default: this machine.",
+            help="Plan for a GPU sold with this many GB (with model.device=cpu: a computer). Default: this machine.",
         ),
     ] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Run two real steps, and estimate time by them.")] = False,
-    price: Annotated[float | None, typer.Option(metavar="PER_HOUR", help="Price of an hour; with --measure.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Run two real steps to estimate the time.")] = False,
+    price: Annotated[float | None, typer.Option(metavar="PER_HOUR", help="Price per hour; with --measure.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
     """Show what a recipe will run, its memory and disk, and whether it fits.
 
-    Nothing is trained and no weights are loaded. Exit codes: 0 where it fits, 3 where it does not, and 2 for a bad
-    recipe.
+    Trains nothing and loads no weights. Exit codes: 0 if it fits, 3 if it does not, and 2 for a bad recipe.
     """
     if price is not None and not measure:
         raise UserError("--price needs a time to multiply: add --measure, which runs two steps")
     if price is not None and not (math.isfinite(price) and price >= 0):
         raise UserError(f"--price {price:g}: give the price of an hour, such as 2.50")
     config = read_config(recipe, overrides)
-    with redirect_stdout(sys.stderr):  # what a task's own code prints is no part of the plan
+    with redirect_stdout(sys.stderr):  # what a task's code prints does not belong to the plan
         with without_collection():
             from flatpeak.apps.planning.advice import advise
             from flatpeak.apps.planning.measurement import measure_run
@@ -61,7 +60,7 @@ def plan(
 
             planned = plan_run(config, device_memory=device_memory)
         advice = () if planned.fits else advise(planned)
-        # Steps run on this machine, whatever device is planned for; what does not fit it would end for want of memory.
+        # Steps run on this machine, for any planned device; if they did not fit, they would run out of memory.
         measurable = planned.fits or device_memory is not None
         measured = measure_run(config, price=price) if measure and measurable else None
     if measure and not measurable:
@@ -181,7 +180,7 @@ def _advice_lines(planned: RunPlan, advice: tuple[Advice, ...]) -> Iterator[str]
 
 
 def _option_lines(planned: RunPlan, option: Advice) -> Iterator[str]:
-    """The settings of an option, what it needs and saves, and below that what each of several saves."""
+    """The settings of an option, what it needs and saves, and below it what each setting saves."""
     total = _size(planned.needed - option.needed)
     yield f"  {_settings(option.settings)}  (needs {_size(option.needed)} GiB, saves {total}){_effect(option)}"
     if len(option.saves) > 1:

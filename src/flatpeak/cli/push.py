@@ -1,4 +1,4 @@
-"""The command `push`: a run's model with a card, on the Hugging Face Hub."""
+"""The command `push`: uploads a run's model to the Hugging Face Hub, with a card."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 
 def push(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run, or the directory of one of its checkpoints.")],
-    repo: Annotated[str, typer.Option(metavar="OWNER/NAME", help="The model repository; made where it is not there.")],
+    repo: Annotated[str, typer.Option(metavar="OWNER/NAME", help="The model repository, created if it is missing.")],
     checkpoint: Annotated[str, typer.Option(metavar="best|last|sft|STEP", help="The checkpoint of the run.")] = "best",
     extras: Annotated[
-        str, typer.Option("--with", metavar="rollouts,report", help="Further files beside the model.")
+        str, typer.Option("--with", metavar="rollouts,report", help="Further files to upload with the model.")
     ] = "",
     private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False,
     base_model: Annotated[
-        str | None, typer.Option(metavar="OWNER/NAME", help="The base on the Hub, where the recipe names a directory.")
+        str | None, typer.Option(metavar="OWNER/NAME", help="The base on the Hub, if the recipe names a directory.")
     ] = None,
     license: Annotated[str, typer.Option(help="The Hub's field `license`, such as apache-2.0.")] = "unknown",
     dry_run: Annotated[
         Path | None,
-        typer.Option(metavar="DIRECTORY", help="Write exactly this folder there and upload nothing; needs no token."),
+        typer.Option(metavar="DIRECTORY", help="Write exactly this folder and upload nothing; needs no token."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Upload a run's model to the Hugging Face Hub, with a model card made of the run's files.
+    """Upload a run's model to the Hugging Face Hub, with a model card made from the run's files.
 
-    The token is that of HF_TOKEN or of hf auth login. An interrupted upload is continued by the same command.
+    Uses the token of HF_TOKEN or of hf auth login. Repeating the command continues an interrupted upload.
     """
     from flatpeak.apps.publish.hub_upload import check_repository_name, hub_token
 
@@ -73,7 +73,7 @@ def _list_files(files: Sequence[FolderFile], where: str) -> None:
 
 
 def size_text(size: int) -> str:
-    """A number of bytes in the largest decimal unit that leaves at least one, as the Hub counts."""
+    """A number of bytes in the largest decimal unit in which it is at least 1, as on the Hub."""
     value, unit = float(size), "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if value < 1000:

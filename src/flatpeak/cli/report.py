@@ -22,7 +22,7 @@ def report(
         bool, typer.Option("--csv", help="Print the table of runs as CSV, for a spreadsheet, and write nothing.")
     ] = False,
     baseline: Annotated[
-        str | None, typer.Option(help="Sweep: the arm that the others are compared with. Default: the first.")
+        str | None, typer.Option(help="Sweep: the arm to compare the others with. Default: the first.")
     ] = None,
     metric: Annotated[
         list[str] | None,
@@ -31,15 +31,15 @@ def report(
     at_least: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="METRIC=VALUE", help="Sweep: compare the shares of runs whose metric is at least so much."
+            metavar="METRIC=VALUE", help="Sweep: compare the shares of runs whose metric is at least this value."
         ),
     ] = None,
-    alpha: Annotated[float, typer.Option(help="Sweep: the level that the seeds needed are computed for.")] = 0.05,
+    alpha: Annotated[float, typer.Option(help="Sweep: the significance level for the number of seeds needed.")] = 0.05,
     as_json: Annotated[bool, typer.Option("--json", help="Sweep: print the comparison as one JSON object.")] = False,
 ) -> None:
-    """Rebuild each run's report.html and print its path; of several runs, also print a table that compares them.
+    """Rebuild each run's report.html and print its path; for several runs, also print a table that compares them.
 
-    Of a sweep, compare the arms over seeds: print the tables, and write comparison.md, comparison.json and plots/.
+    For a sweep, compare the arms over seeds: print the tables, and write comparison.md, comparison.json and plots/.
     """
     from flatpeak.experiments.comparison_report import table_path
 
@@ -51,8 +51,8 @@ def report(
         return
     if baseline is not None or metric or at_least or alpha != 0.05 or as_json:
         raise UserError(
-            f"--baseline, --metric, --at-least, --alpha and --json are for a sweep, and {runs[0]} is none: give its "
-            "directory or its table.csv alone"
+            f"--baseline, --metric, --at-least, --alpha and --json are for a sweep, and {runs[0]} is not a sweep: give "
+            "its directory or its table.csv alone"
         )
     from flatpeak.report.page import compared_runs, run_table, write_report
 
@@ -99,7 +99,7 @@ def _threshold(text: str) -> tuple[str, float]:
 def explain(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
     step: Annotated[int | None, typer.Option(help="A step whose rollouts were logged. Default: the newest.")] = None,
-    group: Annotated[str | None, typer.Option(help="A group's id. Default: the one whose rewards differ most.")] = None,
+    group: Annotated[str | None, typer.Option(help="A group's id. Default: the most different rewards.")] = None,
 ) -> None:
     """Show one group of a step as the algorithm saw it: rewards, advantages, tokens."""
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""The command `serve`: a vLLM server that a recipe can name."""
+"""The command `serve`: starts a vLLM server that a recipe can use."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from flatpeak.cli.common import AsJson
 
 Python = Annotated[
     str | None,
-    typer.Option(metavar="PATH", help="A Python that has vLLM. Default: FLATPEAK_VLLM_PYTHON, .venv-vllm, this one."),
+    typer.Option(metavar="PATH", help="A Python with vLLM. Default: FLATPEAK_VLLM_PYTHON, .venv-vllm, this one."),
 ]
 Transfer = Annotated[
     Literal["sockets", "nccl"],
-    typer.Option(help="The way of weights out of the trainer's memory, for rollout.engine.sync=endpoint."),
+    typer.Option(help="The transport of weights from the trainer's memory, for rollout.engine.sync=endpoint."),
 ]
 
 
@@ -26,12 +26,12 @@ def serve(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[-- VLLM-ARGUMENTS]", help="Further arguments of vLLM's server.")
     ] = None,
-    host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0: a free one.")] = 8000,
     python: Python = None,
     dtype: Annotated[str | None, typer.Option(help="The type of the weights. Default: the run's.")] = None,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Most tokens of prompt and completion.")] = None,
-    lora_rank: Annotated[int | None, typer.Option(min=1, help="Take adapters of up to this rank.")] = None,
+    lora_rank: Annotated[int | None, typer.Option(min=1, help="Accept adapters up to this rank.")] = None,
     sleep: Annotated[
         bool, typer.Option("--sleep", help="Share one GPU with the trainer: sleep between rollouts.")
     ] = False,
@@ -56,7 +56,7 @@ def serve(
     )
     program = find_python(python)
     signal.signal(signal.SIGTERM, _interrupt)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
         signal.signal(signal.SIGHUP, _interrupt)
     with ServerProcess(config, python=program) as server:
         typer.echo(f"serve: starting vLLM for {model} (pid {server.pid})", err=as_json)

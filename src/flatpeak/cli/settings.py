@@ -1,4 +1,4 @@
-"""The commands that look up what a recipe can say: `settings` and `recipes`."""
+"""The commands that explain recipes: `settings` and `recipes`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from flatpeak.errors import UserError
 
 _NARROWEST, _WIDEST = 40, 120
-"""Columns of the text: a narrower terminal breaks lines itself, and longer lines are hard to read."""
+"""Limits of text columns: a narrower terminal wraps lines itself, and longer lines are hard to read."""
 
 
 def settings(
@@ -68,5 +68,5 @@ def recipes(
 
 
 def _width() -> int:
-    """The columns of the terminal, or COLUMNS; 80 of output that goes elsewhere."""
+    """The columns of the terminal, or COLUMNS; 80 for output that goes elsewhere."""
     return min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size().columns))

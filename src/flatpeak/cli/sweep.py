@@ -29,16 +29,16 @@ def sweep(
         typer.Argument(metavar="KEY=VALUE", help="Keys of the sweep file to change, such as seeds=20-24."),
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(min=1, help="Worker processes. Default: one per visible GPU, else what cores hold.")
+        int | None, typer.Option(min=1, help="Worker processes. Default: one per visible GPU, else by the cores.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the sweep, print its runs, and stop.")] = False,
-    skip_failed: Annotated[bool, typer.Option("--skip-failed", help="Leave failed runs as they are.")] = False,
+    skip_failed: Annotated[bool, typer.Option("--skip-failed", help="Do not repeat failed runs.")] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Delete and rerun the runs whose settings have changed.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run arms, axes and seeds in parallel, or go on with them, and write one table."""
+    """Run arms, axes and seeds in parallel, or continue them, and write one table."""
     from flatpeak.experiments.config import read_sweep
     from flatpeak.experiments.plan import build_plan
 

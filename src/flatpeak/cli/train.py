@@ -37,8 +37,8 @@ DEMO = "flatpeak:demo"
 def demo(overrides: Overrides = None, resume: Resume = False) -> None:
     """Make a small model, train it with SFT and GRPO, and report.
 
-    From nothing, on a CPU: SFT until the model is half right, GRPO until it is right, evaluated on held-out problems
-    before and after. An earlier run of the demo is overwritten, unless it is to be resumed.
+    Starts from nothing, on a CPU: SFT until the model is half right, GRPO until it is right, evaluated on held-out
+    problems before and after. Overwrites an earlier run of the demo, unless you resume it.
     """
     config = read_config(DEMO, overrides)
     overwrite = not resume
@@ -53,7 +53,7 @@ def demo(overrides: Overrides = None, resume: Resume = False) -> None:
 
 
 def _check_made_by_demo(config: RunConfig) -> None:
-    """UserError where the demo would overwrite a run that another command or recipe has made."""
+    """UserError if the demo would overwrite a run that another command or recipe has made."""
     from flatpeak.runs.directory import RunPaths
     from flatpeak.runs.manifest import read_starts
 
@@ -114,7 +114,7 @@ def fork(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a new run on from a checkpoint of another one, with changed settings."""
+    """Train a new run from a checkpoint of another run, with changed settings."""
     from flatpeak.apps.fork.forked_recipe import forked_recipe, source_run
 
     _, config = forked_recipe(source_run(run), name, overrides or ())
@@ -139,7 +139,7 @@ def reward_model(
     if show_config:
         print_config(config)
         return
-    check_alone(config.distributed, "reward models")  # torch is not loaded yet
+    check_alone(config.distributed, "reward models")  # before torch is loaded
     check_start(config, resume=resume, overwrite=overwrite)
     resumed_by = ["reward-model", recipe, *(overrides or ())]
     output = RunOutput(label="reward-model", as_json=as_json, resumed_by=resumed_by)
@@ -153,8 +153,8 @@ def reward_model(
 def reward_model_line(summary: RunSummary, *, report: Path) -> str:
     """`reward-model: held-out accuracy 0.49 -> 0.81 [0.77, 0.85] (longer wins 0.62) in 30 s, report: ...`.
 
-    The accuracy of always preferring the longer answer stands beside it: a model that beats chance but not that may
-    have learned nothing else.
+    The accuracy of always preferring the longer answer is next to it: a model that beats chance but not this may have
+    learned nothing else.
     """
     first, last = summary.evaluation("start"), summary.evaluation("train") or summary.evaluation("start")
     before = format_metric(first.metrics if first else {}, "accuracy")

@@ -1,4 +1,4 @@
-"""Hints at mistyped arguments: settings as options, commands by other names, a recipe left out."""
+"""Hints for mistyped arguments: settings as options, commands under other names, a missing recipe."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ELSEWHERE: Final = {
     "help": "flatpeak --help",
     "version": "flatpeak --version",
 }
-"""Commands by which users look for what is there under another name."""
+"""Names of commands that users look for, and where to find what they want."""
 
 
 class CommandGroup(TyperGroup):
-    """The commands of flatpeak, with a hint at what a command of another name would do."""
+    """The commands of flatpeak, with a hint if a command has another name."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the arguments begin with. Raises UserError where another one does what its name says."""
+        """The command with which the arguments begin. Raises UserError if another command does what its name says."""
         if args[0] in ELSEWHERE:
             raise UserError(f"no command {args[0]}: {ELSEWHERE[args[0]]}")
         return super().resolve_command(ctx, args)
@@ -34,7 +34,7 @@ class SettingsCommand(TyperCommand):
     """A command that takes settings as KEY=VALUE."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments. Raises UserError for a setting that is written as an option, and for no recipe."""
+        """Read the arguments. Raises UserError if a setting is written as an option, or if there is no recipe."""
         options = [name for parameter in self.get_params(ctx) for name in parameter.opts]
         for argument, following in pairwise([*args, ""]):
             if _is_setting(argument.partition("=")[0], options):
@@ -49,7 +49,7 @@ class SettingsCommand(TyperCommand):
 
 
 def _is_setting(name: str, options: list[str]) -> bool:
-    """Whether an unknown option must be meant as a setting: by its characters, as a known name, or far from all."""
+    """Whether an unknown option must be meant as a setting: by its characters, or as a known or a distant name."""
     if not name.startswith("--") or len(name) == 2 or name in options or name.replace("_", "-") in options:
         return False
     return "_" in name or "." in name or translate([name[2:]]) is not None or not nearest(name, options)

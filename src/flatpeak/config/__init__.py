@@ -1,4 +1,4 @@
-"""The whole configuration of a run: its schema, and how a recipe is read, merged and checked."""
+"""The whole configuration of a run: its schema, and how recipes are read, merged and checked."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The published algorithm that a recipe's objective and advantages are."""
+"""The published algorithm to which a recipe's objective and advantages correspond."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ PRESETS: Final = {
     ("leave_one_out", "none", None, "policy_gradient", "sequence_sum"): "RLOO",
     ("none", "none", None, "policy_gradient", "sequence_mean"): "REINFORCE",
 }
-"""The published algorithm of (baseline, scale, ratio, loss, normalization); the ratio where the loss reads it."""
+"""The published algorithm for (baseline, scale, ratio, loss, normalization); the ratio counts if the loss reads it."""
 
 
 def algorithm_name(config: RunConfig) -> str:
-    """The name of the published algorithm that a recipe's objective is, else `policy gradient`."""
+    """The name of the published algorithm with a recipe's objective, else `policy gradient`."""
     objective, advantage = config.objective, config.advantage
     if is_reference(objective.loss) or advantage.function is not None:
         return "policy gradient"

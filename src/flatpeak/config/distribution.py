@@ -1,4 +1,4 @@
-"""Settings that several processes do not serve: refused when a recipe is read, before a process is started."""
+"""Settings that do not work with several processes: refused when a recipe is read, before a process starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def refuse_undistributable(config: Any) -> None:
-    """Raise ValueError at the first setting of a RunConfig that its processes cannot serve."""
+    """Raise ValueError at the first setting of a RunConfig that does not work with its processes."""
     if config.distributed.processes == 1:
         return
     for problem in _problems(config):

@@ -1,4 +1,4 @@
-"""Error messages for pydantic's findings in a recipe, in terms of the recipe's keys."""
+"""Error messages for pydantic's errors in a recipe, worded with the recipe's keys."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _EXPECTED = {
     "bool_parsing": "must be true or false",
     "bool_type": "must be true or false",
 }
-"""Pydantic's kinds of wrong values in the words of a recipe."""
+"""Pydantic's kinds of wrong values, worded for recipes."""
 
 
 def describe_errors(
     problems: Sequence[Mapping[str, Any]], *, schema: type[BaseModel] = RunConfig, kind: str = "a recipe"
 ) -> str:
-    """Describe pydantic's errors in one line: for each the dotted key, the value, and a right one.
+    """Describe pydantic's errors in one line: for each the dotted key, the value, and a valid value.
 
-    `schema` is the model of the whole file, `kind` the word for such a file.
+    `schema` is the model of the whole file; `kind` is the word for such a file.
     """
     return "; ".join(
         _describe_error(problem, schema, kind) for problem in problems if not _is_consequence(problem, problems)
@@ -38,7 +38,7 @@ def describe_errors(
 
 
 def _is_consequence(problem: Mapping[str, Any], problems: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether an error only follows from another: a list is too short once its bad elements are left out."""
+    """Whether an error only follows from another: a list is too short because its bad elements are left out."""
     own = problem["loc"]
     deeper = (other["loc"] for other in problems if len(other["loc"]) > len(own))
     return problem["type"] == "too_short" and any(location[: len(own)] == own for location in deeper)
@@ -62,7 +62,7 @@ def _describe_error(problem: Mapping[str, Any], schema: type[BaseModel], kind: s
         case "literal_error":
             text = _not_allowed(key, problem["input"], literals(annotation))
         case "value_error" | "assertion_error":
-            # Validators name the keys in their messages.
+            # Validators name the keys in their messages themselves.
             text = problem["msg"].partition(", ")[2]
         case "model_type" | "dict_type" | "model_attributes_type":
             text = f"{key}={_shortened(problem['input'])}: must be a section with keys of its own"
@@ -84,14 +84,14 @@ def _describe_error(problem: Mapping[str, Any], schema: type[BaseModel], kind: s
 
 
 def _quoted(key: str, value: Any) -> str:
-    """The hint at quotes, for a value that is no text only because it has none."""
+    """The hint to add quotes, for a value that is not a text only because it lacks them."""
     if value is None or isinstance(value, Mapping | Sequence):
         return ""
     return f""": "{value}" in a file, '{key}="{value}"' on the command line"""
 
 
 def known_keys(annotation: Any = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Every dotted key that a recipe can have, with `<name>` for names of the user's choice."""
+    """Every dotted key that a recipe can have, with `<name>` for names that the user chooses."""
     for model in models_of(annotation):
         for name, field in model.model_fields.items():
             yield f"{prefix}{name}"
@@ -101,7 +101,7 @@ def known_keys(annotation: Any = RunConfig, prefix: str = "") -> Iterator[str]:
 
 
 def _unknown_keys(path: Sequence[str], value: Any, model: Any, schema: type[BaseModel], kind: str) -> str:
-    """The unknown keys, each with the right one; `path` ends at the first part that is unknown, `value` is below it."""
+    """The unknown keys, each with the right key; `path` ends at the first unknown part, and `value` is below it."""
     known = list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
     leaves = list(_leaves(path, value))
     translated = [_translated(path, typed, leaf, known, schema) for typed, leaf in leaves]
@@ -130,7 +130,7 @@ def _translated(
 
 
 def _in_its_section(foreign: str, section: Sequence[str], known: Sequence[str]) -> str:
-    """A translation by the section's own key of that name, as sft.optimizer has a learning rate."""
+    """A translation to the section's own key of that name; sft.optimizer, for example, has a learning rate."""
     setting, keys = foreign.removeprefix(HERE), set(known_keys())
     if not section or setting not in keys:
         return foreign
@@ -143,7 +143,7 @@ def _in_its_section(foreign: str, section: Sequence[str], known: Sequence[str]) 
 def _in_another_section(
     path: Sequence[str], typed: Sequence[str], known: Sequence[str], schema: type[BaseModel]
 ) -> str | None:
-    """The hint at known keys with the end of a path whose section is unknown; None where there are none."""
+    """The hint at known keys with the same end as a path whose section is unknown; None if there are none."""
     if len(typed) == len(path):
         return None
     keys, whole = list(known_keys(schema)), ".".join(typed)
@@ -154,7 +154,7 @@ def _in_another_section(
 
 
 def _keys_named(name: str, schema: type[BaseModel]) -> list[str]:
-    """Known keys by their last word, the least nested first, since those of a curriculum are seldom meant."""
+    """Known keys by their last word, the least nested first, because keys of a curriculum are seldom meant."""
     named = (key for key in known_keys(schema) if key.rpartition(".")[2] == name)
     return sorted(named, key=lambda key: key.count("."))
 
@@ -171,7 +171,7 @@ def _unknown_key(path: Sequence[str], known: Sequence[str], model: Any, schema: 
         own = [field for field in known if field != "type"]
         which = f"{section}.type={model.model_fields['type'].default}" if "type" in known else section
         return f"unknown key {dotted}: {which} has no {name}, but {', '.join(own)}"
-    other = [key for key in elsewhere if not _matches(key, path)]  # itself, which another type has
+    other = [key for key in elsewhere if not _matches(key, path)]  # without this key, which another type may have
     if near or other:
         return _did_you_mean(dotted, near + other)
     where = f"the keys of {section} are" if section else f"the sections of {kind} are"
@@ -181,14 +181,14 @@ def _unknown_key(path: Sequence[str], known: Sequence[str], model: Any, schema: 
 
 
 def _reference(section: str, model: Any) -> str:
-    """The command that explains the keys of a section, those of its own type where it has one of several."""
+    """The command that explains the keys of a section, or of its type if the section has several."""
     types_ = literals(model.model_fields["type"].annotation) if "type" in model.model_fields else []
     command = f"flatpeak settings {section}.type={types_[0]}" if len(types_) == 1 else f"flatpeak settings {section}"
     return f" ({command.rstrip()} explains them)"
 
 
 def _matches(key: str, path: Sequence[str]) -> bool:
-    """Whether a known key is the path, names of the user's choice aside."""
+    """Whether a known key is the path, apart from names that the user chooses."""
     parts = key.split(".")
     return len(parts) == len(path) and all(a in (b, "<name>", "0") for a, b in zip(parts, path, strict=True))
 
@@ -200,9 +200,9 @@ def _not_allowed(key: str, value: Any, allowed: Sequence[Any]) -> str:
 
 
 def _locate(location: Sequence[str | int], schema: type[BaseModel]) -> tuple[list[str], Any]:
-    """The dotted path of an error, and the annotation there; for a key that does not exist, its model's.
+    """The dotted path of an error, and its annotation; for a key that does not exist, the annotation of its model.
 
-    pydantic puts the tag of a union's member into the location (task, gsm8k, path), which no recipe has.
+    pydantic puts the tag of a union's member into the location (task, gsm8k, path); recipes do not have it.
     """
     path: list[str] = []
     annotation: Any = schema
@@ -223,7 +223,7 @@ def _locate(location: Sequence[str | int], schema: type[BaseModel]) -> tuple[lis
 
 
 def _union_members(annotation: Any) -> dict[str, Any]:
-    """The members of a union by the tags that pydantic gives them: models by their `type`, names beside one model."""
+    """The members of a union by pydantic's tags: models by their `type`, and names next to a model."""
     tagged: dict[str, Any] = dict(tagged_models(annotation))
     models, names = list(models_of(annotation)), [k for k in alternatives(annotation) if get_origin(k) is Literal]
     if len(models) == 1 and names and "type" in models[0].model_fields:

@@ -1,4 +1,4 @@
-"""Keys of TRL, verl, OpenRLHF and others by which a user may look for a setting, and where flatpeak has it."""
+"""Keys of TRL, verl, OpenRLHF and others that a user may look for, and the corresponding settings of flatpeak."""
 
 from __future__ import annotations
 
@@ -185,12 +185,12 @@ FOREIGN_NAMES: Final = {
     for algorithm, recipe in _ALGORITHMS.items()
     if (key, algorithm) != ("loss_type", "dapo")
 }
-"""Keys elsewhere and the settings here: the whole path of a key, its last two words, its last word, or with `.*` its
-first word; each with `=value` where the answer depends on the value."""
+"""Keys of other tools and the settings here: a key's whole path, its last two words, its last word, or its first word
+with `.*`; each with `=value` if the answer depends on the value."""
 
 
 def translate(path: Sequence[str], value: Any = None) -> str | None:
-    """The setting for which another tool has this key, in words; None where none is known."""
+    """The setting that corresponds to another tool's key, in words; None if none is known."""
     for name in _names(path):
         for key in (_with_value(name, value), name):
             if key in FOREIGN_NAMES:
@@ -200,13 +200,13 @@ def translate(path: Sequence[str], value: Any = None) -> str | None:
 
 
 def translate_value(path: Sequence[str], value: Any) -> str | None:
-    """The setting for which another tool has this value of a key that flatpeak has too; None where none is known."""
+    """The setting that corresponds to another tool's value of a key that flatpeak has too; None if none is known."""
     text = FOREIGN_NAMES.get(_with_value(".".join(path), value))
     return None if text is None else f"{HERE}{text}"
 
 
 def _names(path: Sequence[str]) -> Iterator[str]:
-    """The names by which the table may have a key, the longest first."""
+    """The names under which the table may list a key, the longest first."""
     words = [word.lower().replace("-", "_") for word in path]
     yield ".".join(words)
     if len(words) > 1:

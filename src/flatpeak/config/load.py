@@ -1,6 +1,6 @@
-"""Recipes: YAML files that extend each other, settings merged into them, and the check that makes a RunConfig.
+"""Recipes: YAML files that extend each other, the settings merged into them, and the check that makes a RunConfig.
 
-Nothing here imports torch: a bad recipe fails at once.
+Nothing here imports torch, so a bad recipe fails at once.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from flatpeak.errors import UserError, check_characters, nearest
 from flatpeak.utils.redaction import hide_secrets_of
 
 Settings = Mapping[str, Any] | Sequence[str]
-"""Changes of a recipe: a mapping whose keys may be dotted (`{"training.steps": 2, "rollout": {"group_size": 8}}`), or
+"""Changes to a recipe: a mapping whose keys may be dotted (`{"training.steps": 2, "rollout": {"group_size": 8}}`), or
 `key.path=value` strings."""
 
 SHIPPED = "flatpeak:"
 _DEEPEST, _LARGEST = 100, 100_000
-"""Levels and values of the largest recipe; a published one has some hundred values on six levels."""
+"""The most levels and values of a recipe; published recipes have some hundred values on six levels."""
 RECIPES = Path(__file__).parents[1] / "recipes"
 """The directory of the shipped recipes."""
 
 
 def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Load a recipe, with everything that it extends and then the overrides merged in.
+    """Load a recipe, with everything that it extends, and then merge in the overrides.
 
     `path_or_name` is a file, or a shipped recipe such as `flatpeak:algorithms/dr_grpo`; `.yaml` may be left out. Each
-    override is `key.path=value`, with the value read as YAML would read it. Raises UserError for what cannot be read.
+    override is `key.path=value`, where the value is read as YAML. Raises UserError for anything unreadable.
     """
     recipe = _load(str(path_or_name), directory=Path(), trail=())
     return apply_overrides(recipe, overrides)
@@ -43,7 +43,7 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> dict
 def read_recipe(recipe: Mapping[str, Any] | str | Path, settings: Settings = ()) -> dict[str, Any]:
     """Read a recipe of a Python caller (a mapping, path or name) with its bases, and merge the settings into it.
 
-    A mapping may have `extends` as a file has; its relative paths start at the working directory.
+    A mapping may have `extends` as a file may; its relative paths start at the working directory.
     """
     if isinstance(recipe, Mapping):
         resolved = _extend(recipe, directory=Path(), trail=(), where="the recipe")
@@ -53,9 +53,9 @@ def read_recipe(recipe: Mapping[str, Any] | str | Path, settings: Settings = ())
 
 
 def parse_config(recipe: Mapping[str, Any]) -> RunConfig:
-    """Check a resolved recipe, whose secrets `redact` hides from now on.
+    """Check a resolved recipe; from then on `redact` hides its secrets.
 
-    Raises UserError: one line, each problem with its dotted key and what would be right.
+    Raises UserError: one line with the dotted key of each problem, and what would be right.
     """
     from pydantic import ValidationError
 
@@ -68,7 +68,7 @@ def parse_config(recipe: Mapping[str, Any]) -> RunConfig:
 
 
 def _check_texts(value: Any, key: str) -> None:
-    """Raise UserError for a key or text that neither config.yaml nor a checkpoint could hold."""
+    """Raise UserError for a key or text that config.yaml or a checkpoint could not store."""
     if isinstance(value, str):
         check_characters(value, where=key)
     elif isinstance(value, Mapping):
@@ -88,8 +88,8 @@ def shipped_recipes() -> list[str]:
 def merge(base: Mapping[str, Any], delta: Mapping[str, Any]) -> dict[str, Any]:
     """Merge `delta` over `base`: mappings merge key by key, everything else (lists too) is replaced.
 
-    A mapping whose `type` differs from the base's replaces it whole: the keys of one type mean nothing to another, and
-    `task: {type: gsm8k}` over an arithmetic task must not inherit `max_value`.
+    A mapping with a different `type` replaces the base's mapping completely: keys of one type mean nothing in another,
+    and `task: {type: gsm8k}` over an arithmetic task must not inherit `max_value`.
     """
     merged = dict(base)
     for key, value in delta.items():
@@ -102,15 +102,15 @@ def merge(base: Mapping[str, Any], delta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def apply_overrides(recipe: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Merge each `key.path=value` into the recipe; whole numbers in a path index lists.
+    """Merge each `key.path=value` into the recipe; integers in a path index lists.
 
-    Those that set a `type` go first, since they replace their section: the order of the arguments does not matter.
+    Overrides that set a `type` go first, because they replace their section; so the order of arguments does not matter.
     """
     return _apply(recipe, [_parse_override(override) for override in overrides])
 
 
 def apply_settings(recipe: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    """Merge settings into the recipe as overrides are; the values of a mapping are taken as they are."""
+    """Merge settings into the recipe as overrides are merged; the values of a mapping are used unchanged."""
     if isinstance(settings, Mapping):
         return _apply(recipe, [(_path(key, label=f"setting {key!r}"), value) for key, value in settings.items()])
     return apply_overrides(recipe, [settings] if isinstance(settings, str) else settings)
@@ -152,12 +152,12 @@ def _extend(recipe: Mapping[str, Any], *, directory: Path, trail: tuple[Path, ..
 
 
 def _over_base(base: Mapping[str, Any], delta: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge `delta` over its base, less the inherited settings that its choices leave without effect."""
+    """Merge `delta` over its base, without the inherited settings that `delta`'s choices make ineffective."""
     return without_superseded(merge(base, delta), delta, base=base)
 
 
 def _find(name: str, *, directory: Path, origin: Path | None) -> Path:
-    """The file of a recipe's name; a relative name starts at `directory`."""
+    """The file for a recipe's name; a relative name starts at `directory`."""
     exact = RECIPES / name.removeprefix(SHIPPED) if name.startswith(SHIPPED) else directory / Path(name).expanduser()
     for path in (exact, exact.with_name(f"{exact.name}.yaml")) if exact.name else ():
         if path.is_file():
@@ -215,10 +215,10 @@ def _nested(path: Sequence[str], value: Any) -> dict[str, Any]:
 
 
 def _set(target: Any, path: tuple[str, ...], value: Any, *, done: tuple[str, ...]) -> Any:
-    """Replace the value at `path` of `target` (merge it, where both are mappings), and return the result."""
+    """Replace the value at `path` of `target` (if both are mappings, merge), and return the result."""
     key, rest = path[0], path[1:]
     here = ".".join(done) or "the recipe"
-    if target == []:  # as absent
+    if target == []:  # treat as missing
         target = None
     if isinstance(target, list):
         if not key.isdecimal() or int(key) >= len(target):
@@ -229,9 +229,9 @@ def _set(target: Any, path: tuple[str, ...], value: Any, *, done: tuple[str, ...
         index = int(key)
         new = _set(target[index], rest, value, done=(*done, key)) if rest else value
         return [*target[:index], new, *target[index + 1 :]]
-    if target is None and key == "0":  # the first element makes the list
+    if target is None and key == "0":  # the first element creates the list
         return [_set(None, rest, value, done=(*done, key)) if rest else value]
-    if target is None or (isinstance(target, str) and path == ("type",)):  # a section in the place of a name
+    if target is None or (isinstance(target, str) and path == ("type",)):  # a section replaces a name
         target = {}
     if not isinstance(target, Mapping):
         raise UserError(f"{'.'.join((*done, *path))}: {here} is {target!r}, which has no keys")
@@ -246,12 +246,12 @@ def _first_line(error: yaml.YAMLError) -> str:
 
 
 class _YAMLLoader(yaml.SafeLoader):
-    """A loader with the scalars of YAML 1.2, not of 1.1, where `1e-5` is text, `no` false and `2026-01-01` a date."""
+    """A loader for the scalars of YAML 1.2; in YAML 1.1 `1e-5` is text, `no` false and `2026-01-01` a date."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own layout)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Refuse a key that is given twice, where PyYAML silently keeps the last."""
+        """Refuse a key that is given twice; PyYAML would silently keep the last."""
         seen = set()
         for key_node, _ in node.value:
             key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
@@ -279,7 +279,7 @@ for _tag, _pattern, _first in (
 
 
 def parse_file(path: Path) -> dict[str, Any]:
-    """Read the mapping in a YAML file. Raises UserError with the line where it is broken."""
+    """Read the mapping in a YAML file. Raises UserError with the line of a syntax error."""
     try:
         content = _read_yaml(path.read_text(encoding="utf-8"))
     except yaml.MarkedYAMLError as error:
@@ -296,7 +296,7 @@ def parse_file(path: Path) -> dict[str, Any]:
 
 
 def _read_yaml(text: str) -> Any:
-    """The content of a YAML text. Raises YAMLError also for what would exhaust a check: depth, multiplied aliases."""
+    """The content of a YAML text. Raises YAMLError also for too much depth or multiplied aliases, which would hang."""
     try:
         content = yaml.load(text, Loader=_YAMLLoader)
     except RecursionError:
@@ -318,9 +318,9 @@ def _read_yaml(text: str) -> Any:
 
 
 def parse_value(text: str) -> Any:
-    """Parse a value of the command line: a list, a mapping, a quotation, or a scalar whatever its colons and hashes.
+    """Parse a value of the command line: a list, a mapping, a quotation, or a scalar, possibly with colons and hashes.
 
-    Text that only looks like a mapping, `{a}+{b}=` or `{answer}`, is text.
+    Text that only looks like a mapping, such as `{a}+{b}=` or `{answer}`, is text.
     """
     text = text.strip()
     if text[:1] in ('"', "'"):

@@ -1,4 +1,4 @@
-"""RunConfig, the schema of a recipe, composed of the configurations that the components own."""
+"""RunConfig, the schema of a recipe, composed of the components' configurations."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ RESERVED_REWARD_NAMES = frozenset(
     {"mean", "std", "missing_fraction", "accuracy", "reward", "length", "truncated"}
     | {"extraction_failed", "missing", "robustness"}
 )
-"""Names of metrics beside those of the reward components."""
+"""Names that metrics other than those of the reward components use."""
 
 
 class RunConfig(StrictConfig):
-    """Everything that decides what a run does; its fields are the sections of a recipe."""
+    """Everything that determines what a run does; its fields are the sections of a recipe."""
 
     run: RunSectionConfig = RunSectionConfig()
     model: ModelConfig = ModelConfig()
     task: TaskConfig = ArithmeticConfig()
-    """Questions and their gold answers; each type of task has keys of its own."""
+    """Questions and their gold answers; each type of task has its own keys."""
     prompt: PromptConfig = PromptConfig()
     rollout: RolloutConfig = RolloutConfig()
     rewards: dict[str, RewardConfig] = Field(default={"correctness": NumberConfig()}, min_length=1)
-    """The components of the reward, by names of your choice; each type of reward has keys of its own."""
+    """The components of the reward, by names of your choice; each type of reward has its own keys."""
     advantage: AdvantageConfig = AdvantageConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     kl: KLConfig = KLConfig()
@@ -55,7 +55,7 @@ class RunConfig(StrictConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig = TrainingConfig()
     curriculum: CurriculumConfig | None = None
-    """A first task, until a step or a pass rate is reached; null: only the main one."""
+    """A first task, used until a step or a pass rate is reached; null: only the main task."""
     sft: SFTConfig = SFTConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -130,7 +130,7 @@ class RunConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _measurable_sharpness(self) -> RunConfig:
-        """Refuse a sharpness that would be paid for unasked, or whose loss would have no advantages."""
+        """Refuse a sharpness that would call judges without permission, or whose loss would have no advantages."""
         sharpness = self.evaluation.sharpness
         if sharpness is None:
             return self
@@ -146,7 +146,7 @@ class RunConfig(StrictConfig):
 
     @property
     def may_lack_accuracy(self) -> bool:
-        """Whether accuracy is measured by default only: no setting names its part or needs right and wrong."""
+        """Whether accuracy is measured by default only: no setting names its reward part or needs right and wrong."""
         goal = self.training.stop_at if self.evaluation.metric == "accuracy" else None
         rates = (*self._pass_rates.values(), goal)
         return self.evaluation.may_lack_accuracy and all(rate is None for rate in rates)
@@ -158,7 +158,7 @@ class RunConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _measured_accuracy(self) -> RunConfig:
-        """Refuse thresholds of accuracy in a run that measures none."""
+        """Refuse thresholds of accuracy in a run that does not measure it."""
         if self.evaluation.accuracy is not None:
             return self
         for option, rate in self._pass_rates.items():

@@ -1,4 +1,4 @@
-"""The types of settings: models, elements and values that an annotation admits, and the type in plain words."""
+"""The types of settings: which models, elements and values an annotation admits, and the type in plain words."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def models_of(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def tagged_models(annotation: Any) -> dict[str, type[BaseModel]]:
-    """The models of a discriminated union by their `type`; empty where the annotation is no union."""
+    """The models of a discriminated union by their `type`; empty if the annotation is not a union."""
     members = list(models_of(annotation))
     if len(members) < 2:
         return {}
@@ -40,7 +40,7 @@ def tagged_models(annotation: Any) -> dict[str, type[BaseModel]]:
 
 
 def elements(annotation: Any) -> Iterator[tuple[str, Any]]:
-    """The elements' annotations of a list or mapping, each with the element's name in a path."""
+    """The annotations of the elements of a list or mapping, each with the element's name in a path."""
     for kind in alternatives(annotation):
         arguments = get_args(kind)
         if get_origin(kind) in (tuple, list):
@@ -50,7 +50,7 @@ def elements(annotation: Any) -> Iterator[tuple[str, Any]]:
 
 
 def literals(annotation: Any) -> list[Any]:
-    """The values that an annotation names."""
+    """The values that an annotation lists."""
     return [value for kind in alternatives(annotation) if get_origin(kind) is Literal for value in get_args(kind)]
 
 
@@ -74,7 +74,7 @@ def type_in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def _words(annotation: Any, metadata: Sequence[Any]) -> Iterator[str]:
-    """The alternatives of a type, one by one; each named value is one of them."""
+    """The alternatives of a type, one by one; each listed value is an alternative."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         yield from _words(arguments[0], [*metadata, *_flat(arguments[1:])])
@@ -103,7 +103,7 @@ def _list_in_words(arguments: tuple[Any, ...], metadata: Sequence[Any]) -> str:
 
 
 def _plural(annotation: Any) -> str:
-    """The type of several elements, in words."""
+    """The plural of a type, in words."""
     if named := literals(annotation):
         return f"any of {', '.join(map(str, named))}"
     if any(True for _ in models_of(annotation)):
@@ -116,12 +116,18 @@ def _plural(annotation: Any) -> str:
 
 
 def _flat(metadata: Iterable[Any]) -> list[Any]:
-    """The constraints of an Annotated type, those within its pydantic Field too."""
-    return [inner for item in metadata for inner in (item.metadata if isinstance(item, FieldInfo) else [item])]
+    """The constraints of an Annotated type, including those inside its pydantic Field."""
+    constraints: list[Any] = []
+    for item in metadata:
+        if isinstance(item, FieldInfo):
+            constraints += item.metadata
+        else:
+            constraints.append(item)
+    return constraints
 
 
 def _bounds(metadata: Sequence[Any]) -> str:
-    """` above 0 and at most 1`, ` of 1 to 200 characters`; empty where there are none."""
+    """` above 0 and at most 1`, ` of 1 to 200 characters`; empty without bounds."""
     bounds = {name: getattr(item, name) for name in _BOUNDS for item in metadata if hasattr(item, name)}
     if bounds.keys() == {"ge", "le"}:
         return f" from {_number(bounds['ge'])} to {_number(bounds['le'])}"

@@ -1,7 +1,7 @@
 """The reference of all settings of a recipe, read from the configurations: key, type, default, description.
 
-Descriptions are the docstrings below the fields. They are read from the source when the reference is asked for:
-pydantic's `use_attribute_docstrings` would read them whenever a recipe is loaded, in 0.37 s instead of 0.29.
+Descriptions are the docstrings below the fields, read from the source when the reference is requested. pydantic's
+`use_attribute_docstrings` would read them whenever a recipe is loaded, in 0.37 s instead of 0.29.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ COMMON: Final = (
     "tracking.wandb", "tracking.tensorboard", "distributed.processes", "distributed.strategy",
 )  # fmt: skip
 """The settings that most recipes change, in the order of the sections."""
-_TYPE_DESCRIPTION: Final = "The kind of this section, which decides its other keys. Another one replaces it whole."
+_TYPE_DESCRIPTION: Final = "The section's type, which decides its other keys. Another type replaces the whole section."
 _REQUIRED: Final = object()
-"""The default of a field that has none."""
+"""Stands for a missing default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,46 +58,46 @@ class Setting:
     """A key of a recipe that has a value."""
 
     key: str
-    """Dotted; `<name>` stands for a name of the user's choice, `0` for the index of a list's element."""
+    """Dotted; `<name>` stands for a name that the user chooses, `0` for the index of a list's element."""
     type: str
     """The type in words, with its values and bounds."""
     values: tuple[Any, ...]
-    """The values that are named one by one; empty where others are possible, or too many."""
+    """All possible values; empty if others are possible, or there are too many."""
     required: bool
-    """Whether a section that has this key has to give it."""
+    """Whether a section with this key must set it."""
     default: Any
-    """The default in the types of JSON and YAML; None where the setting is required."""
+    """The default in the types of JSON and YAML; None if the setting is required."""
     description: str
     """One or more sentences."""
     same_as: str | None = None
-    """The place at which the keys of this section are listed, where they are the same: a key, and its variant."""
+    """The place where the keys of this section are listed, if not here: a key, and its variant."""
 
     @property
     def assignment(self) -> str:
-        """`key=default`, as the command line takes it; the key alone where there is no default."""
+        """`key=default`, as on the command line; only the key if there is no default."""
         return self.key if self.required else f"{self.key}={as_value(self.default)}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """The settings of one section, or of one of its variants."""
+    """The settings of a section, or of one of its variants."""
 
     key: str
-    """Dotted; `<name>` and `0` as in a setting's."""
+    """Dotted, with `<name>` and `0` as in a setting's key."""
     variants: tuple[str, ...]
-    """The types that a recipe has to choose for these settings, the outermost first: `task.type=rows`."""
+    """The types that a recipe must choose to use these settings, the outermost first: `task.type=rows`."""
     description: str
-    """The section in one or more sentences."""
+    """A description of the section in one or more sentences."""
     settings: tuple[Setting, ...]
-    """Settings of the section itself; sections within it have their own."""
+    """Settings of the section itself, without those of sections within it."""
 
 
 def settings_reference(prefix: str = "") -> list[Section]:
-    """All sections with settings; or what is at and below a key; or one variant of a section, `task.type=rows`.
+    """All sections with settings; or the part at and below a key; or one variant of a section, `task.type=rows`.
 
-    Of a key within a list or a free mapping, such as `model.new.config.hidden_size`, it is the list or mapping.
-    A section that occurs in several places is listed at the first, and at the one that is asked for. UserError for an
-    unknown key, with the nearest known one.
+    For a key within a list or a free mapping, such as `model.new.config.hidden_size`, it is the list or mapping. A
+    section that occurs in several places is listed at the first place and at the requested place. UserError for an
+    unknown key, with the nearest known key.
     """
     wanted, _, value = prefix.strip().strip(".").partition("=")
     if value and wanted.endswith(".type"):
@@ -131,7 +131,7 @@ def common_settings() -> list[Section]:
 
 
 def _types(section: Section, key: str) -> Iterator[str]:
-    """The types by which the setting at `key` chooses a section: none or one. `rewards.type` is that of any reward."""
+    """The type by which the setting at `key` chooses a section, if any. `rewards.type` is the type of any reward."""
     for variant in section.variants:
         chosen_by, _, type_ = variant.partition("=")
         if any(_matches(key.split("."), one.split(".")) for one in (chosen_by, chosen_by.replace(".<name>.", "."))):
@@ -139,7 +139,7 @@ def _types(section: Section, key: str) -> Iterator[str]:
 
 
 def as_value(value: Any) -> str:
-    """A value in the notation of the command line, which is YAML's."""
+    """A value in YAML, as on the command line."""
     if isinstance(value, str) and value and value == value.strip() and parse_value(value) == value:
         return value
     if isinstance(value, float):
@@ -153,7 +153,7 @@ def _all_sections(wanted: str) -> list[Section]:
     for name, field in RunConfig.model_fields.items():
         about = field_docstrings(RunConfig).get(name, "")
         setting, sections = walker.field(name, field, about, variants=(), default=getattr(defaults, name))
-        if setting is not None:  # of a section that may be null, or has elements by name
+        if setting is not None:  # the setting is a section that may be null, or has elements by name
             sections[0] = replace(sections[0], key=name, settings=(setting, *sections[0].settings))
         result += sections
     return result
@@ -169,7 +169,7 @@ class _Walker:
     def field(
         self, key: str, field: FieldInfo, about: str, *, variants: tuple[str, ...], default: Any
     ) -> tuple[Setting | None, list[Section]]:
-        """The field as a setting, unless it is a section that is always there, and the sections at and below it."""
+        """The field as a setting, unless it is a section that always exists, and the sections at and below it."""
         inside = [(key, field.annotation), *((f"{key}.{name}", inner) for name, inner in elements(field.annotation))]
         inside = [(path, annotation) for path, annotation in inside if any(models_of(annotation))]
         sections: list[Section] = []
@@ -189,7 +189,7 @@ class _Walker:
         return setting, sections
 
     def _listed_at(self, members: tuple[type[BaseModel], ...], key: str, variants: tuple[str, ...]) -> str | None:
-        """The place where the keys of these models are listed; None where they are to be listed here."""
+        """The place where the keys of these models are listed; None if they should be listed here."""
         place = f"{key} of {variants[-1]}" if variants else key
         first, listed = self._listed.setdefault(members, (key, place))
         if listed != place and first != key and _leads_to(key, self._wanted):
@@ -222,7 +222,8 @@ class _Walker:
                 about = field_docstrings(model).get(name, "")
                 default = _default(field) if instance is None else getattr(instance, name)
                 setting, sections = self.field(f"{key}.{name}", field, about, variants=variants, default=default)
-                own += [setting] if setting is not None else []
+                if setting is not None:
+                    own.append(setting)
                 inner += sections
         yield Section(key=key, variants=variants, description=_class_description(model), settings=tuple(own))
         yield from inner
@@ -255,7 +256,7 @@ def _type_setting(key: str, tags: tuple[str, ...], given: BaseModel | None) -> S
 
 
 def _tag(model: type[BaseModel]) -> str | None:
-    """The value of `type` that chooses this model; None where it is chosen by nothing."""
+    """The value of `type` that chooses this model; None if no `type` does."""
     field = model.model_fields.get("type")
     tags = literals(field.annotation) if field is not None else []
     return tags[0] if len(tags) == 1 else None
@@ -266,7 +267,7 @@ def _default(field: FieldInfo) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A default as JSON and YAML have it."""
+    """A default in the types of JSON and YAML."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
     if isinstance(value, Mapping):
@@ -282,7 +283,7 @@ def _class_description(model: type[BaseModel]) -> str:
 
 @cache
 def field_docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """The docstrings below the fields of a configuration, each on one line, those of its base classes too."""
+    """The docstrings below the fields of a configuration and its base classes, each on one line."""
     result: dict[str, str] = {}
     for base in reversed(model.__mro__):
         if issubclass(base, BaseModel) and base is not BaseModel:
@@ -310,7 +311,7 @@ def _module_docstrings(module: str) -> dict[str, dict[str, str]]:
 
 
 def _matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether a path is the one of a pattern, in which `<name>` is any name and `0` any index."""
+    """Whether a path matches a pattern, in which `<name>` is any name and `0` any index."""
     return len(path) == len(pattern) and all(
         step == name or name == "<name>" or (name == "0" and step.isdecimal())
         for step, name in zip(path, pattern, strict=True)
@@ -318,13 +319,13 @@ def _matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def _is_within(setting: Setting, wanted: str) -> bool:
-    """Whether a setting's key is the wanted one, or lies below it."""
+    """Whether a setting's key is the wanted key or below it."""
     path = wanted.split(".")
     return _matches(path, setting.key.split(".")[: len(path)])
 
 
 def _is_element(setting: Setting, wanted: str) -> bool:
-    """Whether the wanted key is that of a list's element or within a mapping, neither of which has keys of its own."""
+    """Whether the wanted key is a list's element or within a mapping, which are not listed separately."""
     if "sections" in setting.type or not _leads_to(setting.key, wanted):
         return False
     below = wanted.split(".")[setting.key.count(".") + 1 :]
@@ -332,19 +333,19 @@ def _is_element(setting: Setting, wanted: str) -> bool:
 
 
 def _leads_to(key: str, wanted: str) -> bool:
-    """Whether the wanted key is a section's, or lies below it."""
+    """Whether the wanted key is a section's key or below it."""
     pattern = key.split(".")
     return _matches(wanted.split(".")[: len(pattern)], pattern)
 
 
 def _unknown(wanted: str) -> str:
-    """The error of a key that there is not: the setting that another tool has under this name, or the nearest ones."""
+    """The error for an unknown key: the setting that another tool has under this name, or the nearest keys."""
     foreign = translate(wanted.split("."))
     if foreign is not None:
         return f"unknown setting {wanted}: {foreign}"
     known = list(dict.fromkeys(known_keys()))
     name = wanted.rpartition(".")[2]
-    # The least nested first: a key that every reward of every curriculum may have is seldom meant.
+    # The least nested first: keys of every reward of every curriculum are seldom meant.
     known.sort(key=lambda key: key.count("."))
     close = nearest(name, [key.rpartition(".")[2] for key in known])
     similar = [key for key in known if key.rpartition(".")[2] in close]

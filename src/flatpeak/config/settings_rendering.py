@@ -1,4 +1,4 @@
-"""The reference of settings as text for terminals, as Markdown and as JSON."""
+"""The settings reference as text for terminals, as Markdown and as JSON."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from dataclasses import asdict
 from flatpeak.config.settings_reference import Section, Setting, as_value
 
 COMMAND = "flatpeak settings --markdown > docs/settings.md"
-"""The command that writes the page of the documentation."""
+"""The command that writes the documentation page."""
 _INDENT = "    "
 _INTRODUCTION = f"""\
 # Settings
 
-Every setting of a recipe: its key, type, default and meaning. On the command line `flatpeak settings` prints them,
-`flatpeak settings rollout` those of a section, `flatpeak settings task.type=rows` those of one of its types, and
-`flatpeak settings optimizer.learning_rate` one of them; `--json` is for scripts. How a recipe is written, extended and
-changed is in [recipes.md](recipes.md).
+Every setting of a recipe, with its key, type, default and meaning. On the command line, `flatpeak settings` prints the
+settings that most recipes change, `flatpeak settings --all` all of them, `flatpeak settings rollout` one section,
+`flatpeak settings task.type=rows` one type of a section, and `flatpeak settings optimizer.learning_rate` one setting;
+`--json` is for scripts. [recipes.md](recipes.md) explains how to write, extend and change a recipe.
 
-`<name>` stands for a name of your choice, `0` for the index of a list's element. Settings of a section that is null by
-default have an effect once any of them is given. This page is written by `{COMMAND}`.
+`<name>` stands for a name of your choice, `0` for the index of a list's element. If a section is null by default, its
+settings have an effect once you set any of them. `{COMMAND}` writes this page.
 """
 
 
 def to_text(sections: Sequence[Section], *, width: int) -> str:
-    """The sections as paragraphs of at most `width` columns; only a word that is longer than that goes beyond."""
+    """The sections as paragraphs of at most `width` columns; only longer words exceed it."""
     return "\n\n".join("\n\n".join(_paragraphs(section, width)) for section in sections)
 
 
@@ -106,7 +106,7 @@ def _description(setting: Setting) -> str:
 
 
 def _type(setting: Setting) -> str:
-    """The type at the beginning of a sentence; one that begins with a value stays as it is written in recipes."""
+    """The type as the beginning of a sentence; a type that begins with a value stays as written in recipes."""
     first = setting.type.split()[0].rstrip(",")
     words = ("whole", "number", "text", "list", "non-empty", "mapping", "section", "path")
     return setting.type[0].upper() + setting.type[1:] if first in words and not setting.values else setting.type
@@ -121,6 +121,6 @@ def _cell(text: str) -> str:
 
 
 def _prose(text: str) -> str:
-    """Text with what Markdown would take for HTML or emphasis escaped, outside of code."""
+    """Text in which everything that Markdown would read as HTML or emphasis is escaped, except in code."""
     pieces = re.split(r"(`[^`]*`)", text)
     return "".join(piece if piece.startswith("`") else re.sub(r"([<*])", r"\\\1", piece) for piece in pieces)

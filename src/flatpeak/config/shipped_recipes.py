@@ -1,4 +1,4 @@
-"""The recipes of the package: what each of them is, its text, and what it extends."""
+"""The shipped recipes: a summary of each, its text, and the recipes that it extends."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from flatpeak.config.load import RECIPES, SHIPPED, near_recipes, parse_file, shi
 from flatpeak.errors import UserError
 
 _COLUMNS = (40, 20, 14)
-"""The widths of the columns of names, hardware and time, before the descriptions."""
+"""The widths of the columns of names, hardware and time, before the summaries."""
 _NARROW = 120
-"""Columns below which the rest stands under the names."""
+"""Below this number of columns, the rest is printed below the names."""
 _RUNS_ON = re.compile(r"^# Runs on: (.+) \| (.+)$", re.MULTILINE)
-"""The line of a recipe's file with what it takes."""
+"""The line of a recipe's file about its hardware and time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShippedRecipe:
-    """A recipe of the package."""
+    """A recipe shipped with the package."""
 
     name: str
     """Its name, with the prefix `flatpeak:`."""
     summary: str
-    """The first line of its file, one sentence that says what it is."""
+    """The first line of its file, a sentence that describes it."""
     hardware: str
-    """The processor and memory that its run needs; empty for parts of recipes."""
+    """The processor and memory that a run needs; empty for parts of recipes."""
     time: str
-    """The time that its run takes there; empty where that is not measured."""
+    """The time that a run takes on that hardware; empty if not measured."""
     extends: tuple[str, ...]
-    """The recipes that it extends itself; later ones win over earlier ones."""
+    """The recipes that it extends directly; later recipes win over earlier ones."""
     inherits: tuple[str, ...]
-    """All recipes that it extends, those of its bases too, the nearest first."""
+    """All recipes that it extends, directly or through its bases, the nearest first."""
     text: str
     """Its file, comments included."""
 
 
 def all_recipes(folder: str = "") -> list[ShippedRecipe]:
-    """All shipped recipes or those of a folder, in the order of their names; those without a folder first."""
+    """All shipped recipes or those of a folder, sorted by name; recipes without a folder come first."""
     names = sorted(shipped_recipes(), key=lambda name: ("/" in name, name))
     return [read(name) for name in names if name.startswith(f"{SHIPPED}{folder}/" if folder else SHIPPED)]
 
 
 def read(name: str) -> ShippedRecipe:
-    """A shipped recipe by its name, with or without `flatpeak:`. UserError for an unknown one, with the nearest."""
+    """A shipped recipe by its name, with or without `flatpeak:`. UserError for an unknown name, with the nearest."""
     full = SHIPPED + name.removeprefix(SHIPPED).removesuffix(".yaml")
     if full not in shipped_recipes():
         near = near_recipes(full)
@@ -69,12 +69,12 @@ def read(name: str) -> ShippedRecipe:
 
 
 def select(name: str) -> ShippedRecipe | list[ShippedRecipe]:
-    """The recipe of a name; those of a folder (`tasks`), or all without a name."""
+    """The recipe with a name; the recipes of a folder (`tasks`); or all without a name."""
     return all_recipes(name.strip().removeprefix(SHIPPED).strip("/")) or read(name.strip())
 
 
 def to_json(selected: ShippedRecipe | Sequence[ShippedRecipe]) -> str:
-    """A recipe as one JSON object with its text; several as `{"recipes": [...]}` without their texts."""
+    """One recipe as a JSON object with its text; several as `{"recipes": [...]}` without their texts."""
     if isinstance(selected, ShippedRecipe):
         return json.dumps(asdict(selected), ensure_ascii=False)
     listed = [{name: value for name, value in asdict(one).items() if name != "text"} for one in selected]
@@ -82,7 +82,7 @@ def to_json(selected: ShippedRecipe | Sequence[ShippedRecipe]) -> str:
 
 
 def to_text(selected: ShippedRecipe | Sequence[ShippedRecipe], *, width: int) -> str:
-    """The file of a recipe, and as a comment below it what it extends; several with a line about each."""
+    """The file of a recipe, followed by a comment about what it extends; several recipes with a line about each."""
     if not isinstance(selected, ShippedRecipe):
         return "".join(f"{line}\n" for one in selected for line in _listed(one, width))
     extended = textwrap.fill(
@@ -97,7 +97,7 @@ def to_text(selected: ShippedRecipe | Sequence[ShippedRecipe], *, width: int) ->
 
 
 def _listed(recipe: ShippedRecipe, width: int) -> Iterator[str]:
-    """The lines of a recipe in the list: its name, hardware and time, and what it is beside or below them."""
+    """The lines of a recipe in the list: its name, hardware and time, with its summary beside or below them."""
     cells = (recipe.name, recipe.hardware, recipe.time)
     beside = width >= _NARROW and len(recipe.name) < _COLUMNS[0]
     column = sum(_COLUMNS) if beside else 4

@@ -1,4 +1,4 @@
-"""Settings that another choice of the recipe leaves without effect: refused where written, dropped where inherited."""
+"""Settings that another setting makes ineffective: refused if written, dropped if inherited."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from flatpeak.utils.schema import StrictConfig
 from flatpeak.utils.user_code import FROM_PYTHON
 
 FUNCTIONS = ("objective.loss", "advantage.function")
-"""The settings that name a function of the user's, whose `arguments` stand beside them."""
+"""The settings that name a user's function; each has a section `arguments` next to it."""
 Get = Callable[[str], Any]
-"""The value of a dotted key; None where there is none."""
+"""The value of a dotted key; None if it is missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The settings that have no effect where `applies` is true of the value of `choice`."""
+    """The settings that have no effect if `applies` is true for the value of `choice`."""
 
     choice: str
     """Dotted key of the choice."""
     applies: Callable[[Any], bool]
     settings: tuple[str, ...]
-    """Dotted keys of the settings that the choice leaves without effect."""
+    """Dotted keys of the settings that the choice makes ineffective."""
     instead: str
-    """The choice under which the settings have an effect."""
+    """The choice with which the settings have an effect."""
     unless: Callable[[Get], bool] = lambda get: False
-    """Condition under which the settings have an effect all the same."""
+    """A condition under which the settings still have an effect."""
 
     def is_unused(self, get: Get) -> bool:
         """Whether the settings have no effect in this recipe."""
@@ -73,7 +73,7 @@ def _task(section: str) -> tuple[Rule, ...]:
 
 
 def _own_test_set(section: str) -> tuple[Rule, ...]:
-    """The rules of tasks with a test set of their own, of which no fraction is held out."""
+    """The rules for tasks with their own test set, which hold out no fraction of the training rows."""
     return tuple(
         Rule(
             choice=f"{section}.{name}",
@@ -92,7 +92,7 @@ def _preferences(section: str) -> tuple[Rule, ...]:
             applies=lambda path: path is not None,
             settings=tuple(f"{section}.{name}" for name in ("hub", "hub_file", "hub_config", "split", "test_split")),
             instead=f"{section}.path=null",
-            # Other tasks have a `split` beside a path, and read it.
+            # Other tasks have a `split` next to a path, and read it.
             unless=lambda get: get(f"{section}.type") != "preferences",
         ),
         Rule(
@@ -106,7 +106,7 @@ def _preferences(section: str) -> tuple[Rule, ...]:
 
 
 def _coefficient(setting: str) -> Rule:
-    """A coefficient of the objective, which some losses read and others do not; one of the user's may read any."""
+    """A coefficient of the objective, which only some losses read; a user's loss may read any coefficient."""
     readers = [loss for loss, settings in LOSS_SETTINGS.items() if setting in settings]
     return Rule(
         choice="objective.loss",
@@ -199,7 +199,7 @@ def refuse_unused(config: StrictConfig) -> None:
 
 
 def _as_yaml(value: Any) -> str:
-    """A value in the notation of recipes."""
+    """A value in YAML, as in recipes."""
     if not isinstance(value, bool | list | tuple):
         return str(value)
     return json.dumps(value, default=lambda section: section.model_dump(mode="json", exclude_unset=True))
@@ -208,10 +208,10 @@ def _as_yaml(value: Any) -> str:
 def without_superseded(
     merged: Mapping[str, Any], delta: Mapping[str, Any], *, base: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Drop the settings that `merged` has of `base` and that a choice made in `delta` leaves without effect.
+    """Drop the settings that `merged` inherits from `base` and that a choice made in `delta` makes ineffective.
 
-    `objective.loss=policy_gradient` over a recipe with `clip_low` means no clip, and is no contradiction. Another
-    function of the user's does not take over the arguments of the one before it.
+    `objective.loss=policy_gradient` over a recipe with `clip_low` means no clip; it is not a contradiction. If a user's
+    function replaces another, it does not inherit the arguments of the first.
     """
     kept = dict(merged)
     for choice in FUNCTIONS:
@@ -230,15 +230,15 @@ def without_superseded(
 
 
 def _are_same(before: str, now: str) -> bool:
-    """Whether two references name one function, which a caller can give in Python in place of its file's."""
+    """Whether two references name the same function; a caller may pass a Python function instead of naming its file."""
     from_python = any(reference.startswith(FROM_PYTHON) for reference in (before, now))
     return before == now or (from_python and before.rpartition(":")[2] == now.rpartition(":")[2])
 
 
 def explicit_settings(section: StrictConfig, *names: str) -> Iterator[str]:
-    """The settings of a section that the recipe chooses explicitly, out of `names`.
+    """The settings of a section, among `names`, that the recipe sets explicitly.
 
-    A resolved recipe, as a run keeps it, names all settings of a section; a default there counts as no choice.
+    A resolved recipe, as a run keeps it, contains all settings of a section; defaults do not count as explicit there.
     """
     fields = type(section).model_fields
     resolved = fields.keys() <= section.model_fields_set
@@ -263,7 +263,7 @@ def _value(config: Any, key: str) -> Any:
 
 
 def _find(recipe: Mapping[str, Any], key: str) -> tuple[Any] | None:
-    """The value of a dotted key of an unchecked recipe, in a tuple; None where the recipe has no such key."""
+    """The value of a dotted key of an unchecked recipe, in a tuple; None if the recipe lacks the key."""
     value: Any = recipe
     for step in key.split("."):
         if not isinstance(value, Mapping) or step not in value:
@@ -273,7 +273,7 @@ def _find(recipe: Mapping[str, Any], key: str) -> tuple[Any] | None:
 
 
 def _without(recipe: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
-    """The recipe without the value at the path; its sections stay, even if they are empty then."""
+    """The recipe without the value at the path; its sections stay, even if they become empty."""
     first, *rest = path
     inner = recipe.get(first)
     if not rest:

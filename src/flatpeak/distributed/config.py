@@ -10,15 +10,15 @@ from flatpeak.utils.schema import StrictConfig
 
 
 class DistributedConfig(StrictConfig):
-    """The processes of a run, one per device, and what each of them holds of the model."""
+    """The processes of a run, one per device, and the part of the model that each holds."""
 
     processes: Annotated[int, Field(ge=1)] = 1
-    """Processes in all, on all nodes. `flatpeak train` starts them on one node, torchrun on one or several."""
+    """The number of processes on all nodes. `flatpeak train` starts them on one node, torchrun on one or several."""
     strategy: Literal["ddp", "fsdp2", "hsdp"] = "ddp"
     """ddp: every process holds the whole model. fsdp2: each holds a share of weights, gradients and optimizer states,
-    and gathers a layer at a time. hsdp: shares lie within `shard_size` processes, whose groups hold the same."""
+    and gathers one layer at a time. hsdp: `shard_size` processes share one model, and such groups hold copies of it."""
     shard_size: Annotated[int, Field(ge=2)] | None = None
-    """With hsdp: the processes that one model is sharded over, as a rule those of a node. null: with the other
+    """With hsdp: the number of processes that share one model, usually those of a node. null: for the other
     strategies."""
 
     @model_validator(mode="after")
@@ -36,10 +36,10 @@ class DistributedConfig(StrictConfig):
 
     @property
     def sharded(self) -> bool:
-        """Whether a process holds only a share of the model."""
+        """Whether each process holds only a share of the model."""
         return self.strategy != "ddp"
 
     @property
     def divides_model(self) -> bool:
-        """Whether there are several processes, of which each holds only a share of the model."""
+        """Whether there are several processes that each hold only a share of the model."""
         return self.sharded and self.processes > 1

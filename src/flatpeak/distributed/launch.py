@@ -1,6 +1,6 @@
-"""Starting the processes of a run: through torchrun's own launcher, with one message where one of them ends badly.
+"""Starting the processes of a run with torchrun's launcher, with one message if a process fails.
 
-torch is loaded only to start processes, so that a bad recipe fails before.
+torch is loaded only to start processes, so a bad recipe fails earlier.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ if TYPE_CHECKING:
     from flatpeak.distributed.config import DistributedConfig
 
 STOP_SECONDS = 600
-"""Seconds that a run has for its last step and checkpoint after a signal, before its processes are killed."""
+"""Seconds after a signal that a run has for its last step and checkpoint, before its processes are killed."""
 LOST_RANK_CODE = 3
-"""Exit code of a process that ends because another one has."""
+"""Exit code of a process that ends because another process has ended."""
 
 
 def job_rank() -> int:
-    """The rank of this process among those that torchrun has started; 0 where it has not."""
+    """The rank of this process if torchrun started it, else 0."""
     return int(os.environ["RANK"]) if job_size() else 0
 
 
 def job_size() -> int:
-    """The number of processes that torchrun has started, on all nodes; 0 where it has not."""
+    """The number of processes that torchrun has started, on all nodes; 0 if it has not."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return int(os.environ["WORLD_SIZE"]) if all(os.environ.get(name) for name in names) else 0
 
 
 def is_repeated() -> bool:
-    """Whether an error has come on all ranks alike, before their first message, and this is not the first rank."""
+    """Whether all ranks have the same error, before their first message, and this is not the first rank."""
     distributed = sys.modules.get("torch.distributed")
     return job_rank() > 0 and (distributed is None or not distributed.is_initialized())
 
 
 def check_processes(config: DistributedConfig) -> None:
-    """UserError where a recipe asks for other processes than there are."""
+    """UserError if a recipe asks for a different number of processes than there is."""
     wanted, started = config.processes, job_size()
     if started > 1 and wanted != started:
         raise UserError(
@@ -60,7 +60,7 @@ def check_processes(config: DistributedConfig) -> None:
 
 
 def check_alone(config: DistributedConfig, what: str) -> None:
-    """UserError where several processes are asked for, or started, for what is trained in one."""
+    """UserError if several processes are requested or started for something that is trained in one process."""
     if config.processes > 1:
         raise UserError(f"{what} are trained in one process: set distributed.processes=1")
     if job_size() > 1:
@@ -68,7 +68,7 @@ def check_alone(config: DistributedConfig, what: str) -> None:
 
 
 def needs_launch(config: DistributedConfig) -> bool:
-    """Whether a command has to start the processes that its recipe asks for; UserError where there are others."""
+    """Whether a command has to start the recipe's processes; UserError if other processes are already running."""
     if config.processes > 1 and not job_size():
         return True
     check_processes(config)
@@ -80,15 +80,15 @@ def launch(
 ) -> int:
     """Run `flatpeak ARGUMENTS` in as many processes as the recipe asks for, on this node; the exit code of the run.
 
-    `say` is given the one message that there is where a process ended without one of its own. `command` takes the
-    place of `-m flatpeak` after the interpreter.
+    `say` gets one message if a process ended without a message of its own. `command` replaces `-m flatpeak` after the
+    interpreter.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
-    logging.disable(logging.CRITICAL)  # the launcher's reports of a failure fill a screen
+    logging.disable(logging.CRITICAL)  # the launcher's reports of a failure would fill a screen
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     given = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}", "--no-python"]
     given += ["--local-addr=127.0.0.1", f"--nproc-per-node={config.processes}", sys.executable]
@@ -104,7 +104,7 @@ def launch(
 
 
 def _end(failures: Iterable[tuple[int, ProcessFailure]], say: Callable[[str], None]) -> int:
-    """The exit code of a run that ended badly, with a message where the rank that began it could give none."""
+    """The exit code of a failed run; prints a message if the rank that failed first could not."""
     rank, failure = min(_seen_first(failures), key=lambda failure: _blame(failure[1].exitcode))
     code: int = failure.exitcode
     if code < 0:
@@ -121,7 +121,7 @@ def _end(failures: Iterable[tuple[int, ProcessFailure]], say: Callable[[str], No
 
 
 def _seen_first(failures: Iterable[tuple[int, ProcessFailure]]) -> list[tuple[int, ProcessFailure]]:
-    """The failures before torchrun ended the other processes, whose ends it appends; both are in the order of ranks."""
+    """The failures before torchrun ended the other processes, whose ends follow; each part is in the order of ranks."""
     first: list[tuple[int, ProcessFailure]] = []
     for rank, failure in failures:
         if first and rank < first[-1][0]:
@@ -131,10 +131,10 @@ def _seen_first(failures: Iterable[tuple[int, ProcessFailure]]) -> list[tuple[in
 
 
 def _blame(code: int) -> int:
-    """Rank of a failure among others: a process ended from outside, then one with an error of its own.
+    """The order of failures as likely causes: first a process ended from outside, then one with its own error.
 
-    Of two that SIGTERM has ended the first one counts, since the other may have got it from torchrun. A lost connection
-    comes last: it most likely led to the process that a signal has ended.
+    Of two processes ended by SIGTERM the first counts, because the other may have got it from torchrun. A lost
+    connection comes last: it is most likely a consequence of a process that a signal has ended.
     """
     if code < 0:
         return 2 if -code == signal.SIGTERM else 0

@@ -1,7 +1,7 @@
-"""The ranks of a run and the messages between them: values, errors, stop signals, averages of gradients.
+"""The ranks of a run and their messages: values, errors, stop signals, averages of gradients.
 
-All ranks run the same program on the same data, so that whatever they compute alike needs no message. What only one of
-them does (grading, writing files) goes through `first`, what each does a share of through `gather`.
+All ranks run the same program on the same data, so results that all compute need no message. Work of only one rank
+(grading, writing files) goes through `first`; work that ranks divide goes through `gather`.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ from flatpeak.runs.signals import StopSignals
 Value = TypeVar("Value")
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 PATIENCE = timedelta(days=7)
-"""Limit of a collective: a judge may be down for hours while the first rank waits. The dead are noticed otherwise."""
+"""Limit of a collective: a judge may be down for hours while the first rank waits. Death is detected separately."""
 PR_SET_PDEATHSIG = 1
-"""prctl(2): the signal that a process gets when its parent dies."""
+"""prctl(2): sets the signal that a process gets when its parent dies."""
 BUCKET = 2**24
-"""Numbers that one collective averages."""
+"""The most numbers that one collective averages."""
 _BACKENDS_WORDS = re.compile(r"gloo|NCCL|Connection (closed|reset|refused)|Broken pipe|clients joined")
 ALIKE_SECONDS = 5.0
-"""Seconds in which all ranks have to come to an error that they raise alike."""
+"""Seconds within which all ranks must reach an error that they raise alike."""
 SAME_SIGNAL_SECONDS = 2.0
-"""Signals within so many seconds are one: a launcher passes on what the terminal has sent already."""
+"""Signals within this many seconds are one signal: a launcher passes on what the terminal has already sent."""
 
 PASSED_ON_SECONDS = 0.2
-"""Seconds after which a signal to all ranks has reached all of them."""
+"""Seconds after which a signal sent to all ranks has reached all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The ranks of a run, as one of them sees them. Alone, every method is the identity."""
+    """The ranks of a run, as seen by one of them. With a single rank, every method is the identity."""
 
     rank: int = 0
     size: int = 1
     sent: dict[str, int] = field(default_factory=dict)
-    """Bytes of tensors that this rank has given to collectives, by their purpose."""
+    """Bytes of tensors that this rank has passed to collectives, by purpose."""
     session: str = ""
-    """A name that no other run of this process group has."""
+    """A name unique among the runs of this process group."""
     _known: list[BaseException] = field(default_factory=list)
-    """Errors of this rank of which the others have been informed."""
+    """Errors of this rank that the other ranks know."""
 
     @property
     def is_first(self) -> bool:
@@ -67,7 +67,7 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, value: Value) -> list[Value]:
-        """The values of all ranks, in their order."""
+        """The values of all ranks, in the order of ranks."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -76,7 +76,7 @@ class Ranks:
         return values
 
     def first(self, make: Callable[[], Value]) -> Value:
-        """The value that the first rank makes; where that raises, every rank does."""
+        """The value that the first rank makes; if that raises, every rank raises."""
         if self.size == 1:
             return make()
         answer: list[Any] = [None, None]
@@ -99,7 +99,7 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A context of work without messages, after which the error of one rank is an error of all."""
+        """A context for work without messages; afterwards an error of one rank becomes an error of all."""
         if self.size == 1:
             yield
             return
@@ -128,10 +128,10 @@ class Ranks:
         return self.size == 1 or shared or any(cause is known for cause in causes for known in self._known)
 
     def raise_alike(self, error: BaseException) -> bool:
-        """Whether every rank is ending by this same error of flatpeak's own, and can still take part in a checkpoint.
+        """Whether all ranks are ending by this same error of flatpeak's, and can still take part in a checkpoint.
 
-        They ask the store of the process group, since a rank without the error would answer no collective. Other
-        errors may have come between two collectives that not all ranks have entered.
+        They ask the store of the process group, because a rank without the error would not answer a collective. Other
+        errors may have occurred between two collectives that not all ranks have entered.
         """
         if self.size == 1 or not isinstance(error, UserError) or isinstance(error, LostRankError):
             return self.size == 1
@@ -142,15 +142,15 @@ class Ranks:
             try:
                 store.wait(keys, timedelta(seconds=ALIKE_SECONDS))
                 verdict = "alike" if len({store.get(key) for key in keys}) == 1 else "unlike"
-            except RuntimeError:  # not all of them in time
+            except RuntimeError:  # not all ranks in time
                 verdict = "unlike"
-            # The first verdict is that of all: a rank that comes as another gives up has to give up too.
+            # The first verdict holds for all: a rank that arrives when another gives up has to give up too.
             return bool(store.compare_set(f"{self.session}/verdict", "", verdict) == b"alike")
         except RuntimeError:  # the process that kept the store is gone
             return False
 
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Replace gradients by their mean over the ranks; one that a rank lacks counts as 0."""
+        """Replace gradients by their mean over the ranks; a gradient that a rank lacks counts as 0."""
         if self.size == 1:
             return
         held = list(parameters)
@@ -170,7 +170,7 @@ class Ranks:
                 self._average([cast(Tensor, parameter.grad) for parameter in bucket])
 
     def average(self, tensors: Iterable[Tensor]) -> None:
-        """Replace tensors, of which every rank has its own, by their means over the ranks."""
+        """Replace tensors that all ranks have by their means over the ranks."""
         if self.size > 1:
             for bucket in _buckets(list(tensors)):
                 self._average(bucket)
@@ -193,7 +193,7 @@ class Ranks:
 
 
 ALONE = Ranks()
-"""The one process of a run that is not distributed."""
+"""The single process of a run that is not distributed."""
 
 
 def _buckets(tensors: list[AnyTensor]) -> Iterator[list[AnyTensor]]:
@@ -210,7 +210,7 @@ def _buckets(tensors: list[AnyTensor]) -> Iterator[list[AnyTensor]]:
 
 
 def _as_reported(error: Exception, rank: int) -> Exception:
-    """The error that the other ranks raise where one has this error."""
+    """The error that the other ranks raise when one rank has this error."""
     if isinstance(error, StoppedError | LostRankError):
         return type(error)(str(error))
     return ReportedElsewhereError(
@@ -221,7 +221,7 @@ def _as_reported(error: Exception, rank: int) -> Exception:
 
 @contextmanager
 def lost_ranks_named() -> Iterator[None]:
-    """A context that raises LostRankError in place of a backend's error where another rank is gone."""
+    """A context that raises LostRankError instead of a backend's error if another rank is gone."""
     try:
         yield
     except RuntimeError as error:
@@ -231,10 +231,10 @@ def lost_ranks_named() -> Iterator[None]:
 
 
 class SharedStopSignals(StopSignals):
-    """Stop signals on which all ranks agree at the end of a step: no rank stops while another goes on.
+    """Stop signals on which all ranks agree at the end of a step, so that all ranks stop at the same step.
 
-    `received` is this rank's own. A launcher sends SIGTERM to those that are left when one has died: then there is
-    nothing to wait for, and LostRankError is raised at once.
+    `received` is this rank's signal. When a rank has died, a launcher sends SIGTERM to the others: there is nothing to
+    wait for, so LostRankError is raised at once.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -249,11 +249,11 @@ class SharedStopSignals(StopSignals):
 
     @property
     def asked(self) -> bool:
-        """Whether a signal asks this rank to stop, also before the others know of it."""
+        """Whether a signal asks this rank to stop, possibly before the others know of it."""
         return self.received is not None
 
     def agree(self) -> None:
-        """Make a signal that any rank has received that of all."""
+        """Make a signal that any rank has received the signal of all."""
         by_rank = self._by_rank()
         if by_rank and len(by_rank) < self.ranks.size:
             time.sleep(PASSED_ON_SECONDS)
@@ -263,7 +263,7 @@ class SharedStopSignals(StopSignals):
             self.rank = next(iter(by_rank)) if len(by_rank) == 1 else None
 
     def _by_rank(self) -> dict[int, int]:
-        """The signals that ranks have received."""
+        """The signals received, by rank."""
         received = self.ranks.gather(self.received)
         return {rank: number for rank, number in enumerate(received) if number is not None}
 
@@ -289,22 +289,22 @@ def _is_dead(pid: int) -> bool:
 
 @contextmanager
 def open_ranks(config: DistributedConfig) -> Iterator[Ranks]:
-    """A context with the process group of a run; one process alone needs none.
+    """A context with the process group of a run; a single process needs none.
 
-    An error in it is raised as it is on one rank alone, which prints it; the others raise ReportedElsewhereError.
+    If an error is raised inside, one rank raises it and prints it; the others raise ReportedElsewhereError.
     """
     check_processes(config)
     if config.processes == 1:
         yield ALONE
         return
-    started = not dist.is_initialized()  # a caller who has made the group ends it too
+    started = not dist.is_initialized()  # a caller who made the group also ends it
     if started:
         _start_group()
     ranks = Ranks(rank=dist.get_rank(), size=dist.get_world_size())
     ranks = replace(ranks, session=ranks.first(lambda: uuid.uuid4().hex))
     try:
         yield ranks
-        with ranks.together():  # the first to leave would cut the others off
+        with ranks.together():  # the first rank to leave would disconnect the others
             pass
     except (ReportedElsewhereError, LostRankError):
         raise
@@ -329,7 +329,7 @@ def _start_group() -> None:
 
 
 def stop_with_launcher() -> None:
-    """Ask for SIGTERM when the launcher dies: its ranks would train on, and hold the run's name, unseen."""
+    """Ask for SIGTERM when the launcher dies: its ranks would keep training unseen, under the run's name."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
@@ -339,7 +339,7 @@ def _loopback() -> str:
 
 
 def _is_first_to_report(session: str) -> bool:
-    """Whether no other rank of this run has reported an error of its own: several may have the same."""
+    """Whether this rank is the first of the run to report an error: several may have the same one."""
     try:
         return bool(dist.distributed_c10d._get_default_store().add(f"{session}/reported", 1) == 1)
     except Exception:  # the process that kept the store is gone

@@ -1,7 +1,7 @@
-"""Rollouts of several ranks by servers: the first rank alone asks them, and all ranks learn the completions.
+"""Rollouts of several ranks by servers: only the first rank asks them, and sends the completions to all ranks.
 
-Servers have one set of weights, and one client balances their load and knows which of them are away; so the requests,
-their random numbers and what follows a failure are those of one process.
+Servers have one set of weights, and one client balances their load and tracks which are unreachable; so requests,
+random numbers and the handling of failures are those of one process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ServedSampler(WrappedSampler):
         draws_ahead: bool = False,
     ) -> None:
         """`sampler` is the first rank's; the other ranks have one that does nothing. `weights` is a context with the
-        policy whole, which all ranks enter."""
+        whole policy, which all ranks enter."""
         super().__init__(sampler)
         self.ranks = ranks
         self.weights = weights
@@ -55,9 +55,9 @@ class ServedSampler(WrappedSampler):
     def ahead(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> Iterator[None]:
-        """A context, left when the first rank has drawn a later request by the policy as it was on entry.
+        """A context in which the first rank draws a later request with the policy as it was on entry.
 
-        The policy is whole on entry alone, which is when servers get its weights.
+        The policy is whole only on entry, when servers get its weights.
         """
         with ExitStack() as drawing:
 

@@ -1,8 +1,8 @@
-"""FSDP2 over a policy: shares of its weights on every rank, and a whole copy of it while it decodes or is saved.
+"""FSDP2 for a policy: each rank has a share of its weights, and a whole copy while it decodes or is saved.
 
-Each decoder layer is a unit, and the rest of the model (embeddings, norm, output layer) the root. A pass of the policy
-enters through the root, which gathers its weights for the pass; layers gather theirs one after the other. The native
-engine reads weights by their addresses and outside of any forward pass, so it decodes with the copy.
+Each decoder layer is a unit, and the rest of the model (embeddings, norm, output layer) is the root. A pass of the
+policy enters through the root, which gathers its weights for the pass; layers gather theirs one after the other. The
+native engine reads weights by address, outside forward passes, so it decodes with the copy.
 
 Trainable weights in bfloat16 become float32 shards, which are their own masters: FSDP2 rounds them as it gathers them,
 and sums gradients over the ranks in float32.
@@ -30,11 +30,11 @@ from flatpeak.policy.model import Policy
 
 
 def shard(policy: Policy, replica: Replica, config: DistributedConfig, ranks: Ranks) -> None:
-    """Shard the weights of a policy over the ranks, in place and layer by layer; before an optimizer knows them.
+    """Shard the weights of a policy over the ranks, in place and layer by layer, before an optimizer refers to them.
 
-    `replica` is its copy, which is empty from now on outside of `present`.
+    `replica` is its copy, which from now on is empty outside of `present`.
 
-    UserError where the model has no layers that could be units: a model in one piece would be gathered whole.
+    UserError if the model has no layers to use as units: a model in one piece would be gathered whole.
     """
     causal = policy.causal
     layers = [module for module in causal.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -44,7 +44,7 @@ def shard(policy: Policy, replica: Replica, config: DistributedConfig, ranks: Ra
             "marks, so nothing would be sharded by layer: use distributed.strategy=ddp"
         )
     compute_dtype = rounded_dtype(policy)
-    replica.free()  # it may read the policy's own memory, which is to be given back
+    replica.free()  # it may share the policy's memory, which is to be freed
     policy.forget_weights()
     mesh = make_mesh(config, ranks, device=policy.device)
     for unit in (*layers, causal):
@@ -61,9 +61,9 @@ def shard(policy: Policy, replica: Replica, config: DistributedConfig, ranks: Ra
 
 
 def rounded_dtype(policy: Policy) -> torch.dtype | None:
-    """The type of trainable weights below float32; None where these are precise already, as adapters are.
+    """The type of trainable weights below float32; None if they are float32 already, as adapters are.
 
-    UserError where a model that is trained below float32 has weights of several types: FSDP2 rounds a unit to one.
+    UserError if a model that is trained below float32 has weights of several types: FSDP2 rounds a unit to one type.
     """
     dtypes = {weight.dtype for weight in policy.parameters()}
     if all(torch.promote_types(dtype, torch.float32) == dtype for dtype in dtypes):
@@ -78,17 +78,17 @@ def rounded_dtype(policy: Policy) -> torch.dtype | None:
 
 
 def _shard_as_masters(unit: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
-    """Shard float32 copies of a unit's trainable weights, which are rounded to `compute_dtype` as they are gathered."""
+    """Shard float32 copies of a unit's trainable weights; gathering rounds them to `compute_dtype`."""
     for weight in unit.parameters():
         if weight.requires_grad and not isinstance(weight, DTensor):
             weight.data = weight.data.to(torch.float32)
-    # Inputs are left alone: a pass of one process does not round its rotary tables either.
+    # Inputs are not cast: a pass in one process does not round its rotary tables either.
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     fully_shard(unit, mesh=mesh, mp_policy=precision)
 
 
 def make_mesh(config: DistributedConfig, ranks: Ranks, *, device: torch.device) -> DeviceMesh:
-    """The ranks as FSDP2 sees them: in a row, or in rows of `shard_size` that hold the same."""
+    """The mesh of ranks for FSDP2: one row, or rows of `shard_size` ranks that each hold the whole model."""
     if config.shard_size is None:
         return init_device_mesh(device.type, (ranks.size,))
     shape = (ranks.size // config.shard_size, config.shard_size)
@@ -102,10 +102,10 @@ def _check_sharded(causal: nn.Module) -> None:
 
 
 class Replica(Policy):
-    """A whole copy of a policy that is sharded afterwards: in memory inside `present` alone."""
+    """A whole copy of a policy that is sharded afterwards; in memory only inside `present`."""
 
     def __init__(self, policy: Policy) -> None:
-        """Copy the policy, adapters included; `policy` has to be whole yet, and its weights are shared until then."""
+        """Copy the policy, adapters included; `policy` must still be whole, and shares its weights until sharded."""
         shared = {
             id(weight): nn.Parameter(weight.detach(), requires_grad=False) for weight in policy.model.parameters()
         }
@@ -118,7 +118,7 @@ class Replica(Policy):
 
     @contextmanager
     def present(self) -> Iterator[Replica]:
-        """A context with the policy's present weights; may be nested. Every rank has to enter it."""
+        """A context with the policy's current weights; may be nested. All ranks must enter it."""
         if self._depth == 0:
             self.gather()
         self._depth += 1
@@ -132,15 +132,15 @@ class Replica(Policy):
     @torch.no_grad()
     def gather(self) -> None:
         """Gather the weights from all ranks, one by one."""
-        reshard(self._policy.model)  # the root may still be gathered, and its parameters stand-ins, after a pass
+        reshard(self._policy.model)  # after a pass the root may still be gathered, with placeholders as parameters
         sources = dict(self._policy.model.named_parameters())
         for name, weight in self.model.named_parameters():
-            weight.data = full_tensor(sources[name].detach().to(weight.dtype))  # rounded before it is sent
+            weight.data = full_tensor(sources[name].detach().to(weight.dtype))  # rounded before sending
         for own, source in zip(self.model.buffers(), self._policy.model.buffers(), strict=True):
             own.copy_(source)
 
     def free(self) -> None:
-        """Give the memory of the weights back, and of their packed copy: the next ones have no other version."""
+        """Free the memory of the weights and of their packed copy, because the next weights have the same versions."""
         self.kernels.release()
         for weight in self.model.parameters():
             weight.data = weight.data.new_empty(0)

@@ -1,6 +1,6 @@
-"""Rollouts of several ranks: each samples its share of the groups, the first alone grades, and all know everything.
+"""Rollouts of several ranks: each samples its share of the groups, the first grades, and all get all results.
 
-Questions of which the letters are ranked are divided like those that completions are drawn for.
+Questions whose letters are ranked are divided in the same way.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Ranked = TypeVar("Ranked")
 
 
 STATES: Final = "ranks"
-"""The key of the states of a caller's sampler, one of each rank, in a checkpoint."""
+"""Key in a checkpoint of the states of a caller's sampler, one per rank."""
 
 
 def checked_sampler_state(state: Mapping[str, Any], ranks: Ranks) -> Mapping[str, Any]:
-    """The state of a checkpoint; UserError for states of a caller's sampler in another number of processes."""
+    """The state of a checkpoint; UserError if it has a caller's sampler's states for another number of processes."""
     saved = len(state[STATES]) if STATES in state else ranks.size
     if saved != ranks.size:
         raise UserError(
@@ -39,10 +39,10 @@ def checked_sampler_state(state: Mapping[str, Any], ranks: Ranks) -> Mapping[str
 
 
 class SharedSampler(WrappedSampler):
-    """A sampler whose requests the ranks divide.
+    """A sampler whose requests are divided among the ranks.
 
-    A completion's random numbers depend on the seed, its prompt's id and its place in the group, so that it is the
-    same on every rank.
+    A completion's random numbers depend on the seed, its prompt's id and its index in the group, so every rank would
+    draw the same completion.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class SharedSampler(WrappedSampler):
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> list[Group]:
-        """One group per prompt, in order; prompt p is sampled by rank p modulo their number."""
+        """One group per prompt, in order; rank (p modulo the number of ranks) samples prompt p."""
         share = prompts[self.ranks.rank :: self.ranks.size]
         with self.weights(), self.ranks.together():
-            # A caller's sampler need not know of requests without a prompt, which one process never makes.
+            # A caller's sampler need not handle requests without prompts, which a single process never makes.
             own = self.sampler.generate(share, group_size=group_size, sampling=sampling, seed=seed) if share else []
         parts = self.ranks.gather([group.completions for group in own])
         groups = [
@@ -73,7 +73,7 @@ class SharedSampler(WrappedSampler):
         return groups
 
     def state(self) -> Mapping[str, Any]:
-        """The state of the sampler; of a caller's, those of all ranks, whose prompts differ."""
+        """The state of the sampler; for a caller's sampler, the states of all ranks, whose prompts differ."""
         own = self.sampler.state()
         if self.sampler.alike:
             return own
@@ -81,7 +81,7 @@ class SharedSampler(WrappedSampler):
         return {STATES: states} if any(states) else {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Put back a saved state: this rank's, of those of all."""
+        """Restore a saved state; if it has states of all ranks, this rank's."""
         self.sampler.load(state[STATES][self.ranks.rank] if STATES in state else state)
 
 
@@ -90,7 +90,7 @@ def _pick(parts: Sequence[Sequence[tuple[Completion, ...]]], p: int, size: int) 
 
 
 class SharedRanker(Generic[Ranked]):
-    """A ranker of letters whose questions the ranks divide."""
+    """A ranker of letters whose questions are divided among the ranks."""
 
     def __init__(
         self,
@@ -99,13 +99,13 @@ class SharedRanker(Generic[Ranked]):
         *,
         weights: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """`weights` is a context with the weights that rank, which all ranks enter."""
+        """`weights` is a context with the weights to rank with, which all ranks enter."""
         self.ranker = ranker
         self.ranks = ranks
         self.weights = weights
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[Ranked]:
-        """The ranked letters of every prompt, in order; prompt p is ranked by rank p modulo their number."""
+        """The ranked letters of every prompt, in order; rank (p modulo the number of ranks) ranks prompt p."""
         with self.weights(), self.ranks.together():
             own = self.ranker(prompts[self.ranks.rank :: self.ranks.size])
         parts = self.ranks.gather(own)
@@ -113,7 +113,7 @@ class SharedRanker(Generic[Ranked]):
 
 
 class SharedReward(RewardSet):
-    """A reward set that the first rank calls, with its processes, budgets and judges; the others learn the scores."""
+    """A reward set that the first rank calls, with its processes, budgets and judges; the others receive the scores."""
 
     def __init__(self, reward: RewardSet, ranks: Ranks) -> None:
         self._own = reward
@@ -132,7 +132,7 @@ class SharedReward(RewardSet):
         return self._own.judges
 
     def is_function(self, name: str) -> bool:
-        """Whether the component of that name is a function of the user's."""
+        """Whether the component of that name is a user's function."""
         return self._own.is_function(name)
 
     @property
@@ -160,7 +160,7 @@ class SharedReward(RewardSet):
         return scores
 
     def prepare(self, examples: Sequence[Example]) -> None:
-        """Let components check themselves; the first rank alone calls it, before it takes the run's directory."""
+        """Let components check themselves; only the first rank calls it, before it creates the run's directory."""
         self._own.prepare(examples)
 
     def check(self) -> None:
@@ -177,7 +177,7 @@ class SharedReward(RewardSet):
         return self._ranks.first(lambda: self._own.measured(scores))
 
     def answer(self, name: str, completion: Completion, prompt: Prompt) -> str | None:
-        """The answer that a component reads in a completion."""
+        """The answer that a component extracts from a completion."""
         return self._own.answer(name, completion, prompt)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Multiple choice by rank: the most probable letter after the prompt is the answer, as in published results on MMLU.
+"""Multiple choice by rank: the answer is the most probable letter after the prompt, as in published results on MMLU.
 
 Hendrycks et al. 2021 (hendrycks/test) and lm-evaluation-harness compare the log-probabilities of ` A`, ` B`, ` C` and
-` D`, a space before each, and generate nothing. A model that would write something else still has a most probable
+` D`, each with a leading space, and generate nothing. A model that would write something else still has a most probable
 letter, so its accuracy differs from that of generated answers.
 """
 
@@ -38,10 +38,10 @@ class Ranked:
     """The most probable letter of one question, and all letters' log-probabilities."""
 
     group: Group
-    """A single completion: the most probable letter, the first of equal ones."""
+    """A single completion: the most probable letter; the first of equally probable ones."""
     letter: str
     logprobs: Mapping[str, float]
-    """By letter, its log-probability after the prompt; the sum where it has several tokens."""
+    """By letter, its log-probability after the prompt; the sum if it has several tokens."""
 
 
 Ranker = Callable[[Sequence[Prompt]], list[Ranked]]
@@ -52,8 +52,8 @@ Ranker = Callable[[Sequence[Prompt]], list[Ranked]]
 class LetterRanker:
     """Ranks the letters of lettered options by the policy's log-probabilities at temperature 1.
 
-    Prompts of at most `prompt_tokens` tokens in all share one forward pass, in which each is read once for all its
-    letters. Nothing is sampled, so equal weights give equal results.
+    Prompts share a forward pass if they have at most `prompt_tokens` tokens together; each prompt is read once for all
+    its letters. Nothing is sampled, so equal weights give equal results.
     """
 
     policy: Scorer
@@ -62,7 +62,7 @@ class LetterRanker:
     _tokens: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[Ranked]:
-        """Rank the letters of every prompt. UserError where a question has no options, or a letter has no tokens."""
+        """Rank the letters of every prompt. UserError if a question has no options, or a letter has no tokens."""
         return [ranked for chunk in self._chunks(prompts) for ranked in self._rank(chunk)]
 
     def check(self, prompts: Sequence[Prompt]) -> None:
@@ -130,7 +130,7 @@ class LetterRanker:
 
 
 def letters_of(prompt: Prompt) -> str:
-    """The letters of the question's options. UserError where it has none."""
+    """The letters of the question's options. UserError if it has none."""
     options = prompt.example.columns.get("options")
     if not isinstance(options, list | tuple) or not 2 <= len(options) <= len(ascii_uppercase):
         raise UserError(

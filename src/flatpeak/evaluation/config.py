@@ -15,36 +15,36 @@ AUTO = "auto"
 
 
 def is_verdict(metric: str) -> bool:
-    """Whether a metric counts right answers, and needs a reward part that says which are."""
+    """Whether a metric counts right answers, which requires a reward part that says which answers are right."""
     return metric.removeprefix("sampled/").startswith(("accuracy", "pass@", "maj@"))
 
 
 class SharpnessConfig(StrictConfig):
     """The fall of the reward under random perturbations of the weights, and the top eigenvalue of the loss's Hessian.
 
-    One evaluation asks for (1 + len(radii) * draws) * size * samples completions.
+    One evaluation draws (1 + len(radii) * draws) * size * samples completions.
     """
 
     radii: tuple[Annotated[float, Field(gt=0, le=1000)], ...] = (0.1, 0.3, 0.6)
-    """The norm of each tensor's perturbation, over the norm of the tensor; at most 1000."""
+    """The norms of each tensor's perturbation, relative to the norm of the tensor; at most 1000."""
     draws: Annotated[int, Field(ge=1)] = 8
-    """Random directions, the same ones at every radius, evaluation and model; a fall is a mean over them."""
+    """The number of random directions, equal for every radius, evaluation and model; a fall is a mean over them."""
     size: Annotated[int, Field(ge=1)] = 32
-    """The number of held-out questions, from the first on, whatever `evaluation.size` is."""
+    """The number of held-out questions, starting at the first, independent of `evaluation.size`."""
     samples: Annotated[int, Field(ge=1)] = 4
-    """Sampled completions per question, by `evaluation.temperature`, `top_p` and `top_k`."""
+    """Sampled completions per question, drawn with `evaluation.temperature`, `top_p` and `top_k`."""
     perturbed: PerturbedSet = "blocks"
-    """The parameters that are perturbed, named as in `gradient_regularization.perturbed`. Of a named set only those
-    with two dimensions or more: norms and biases stay."""
+    """The parameters to perturb, named as in `gradient_regularization.perturbed`. In a named set, only tensors with two
+    dimensions or more are perturbed: norms and biases stay."""
     eigenvalue: bool = False
-    """Whether to estimate the largest eigenvalue of the Hessian of the policy loss, by exact products through the plain
-    model: slow and large, as `gradient_regularization.difference=exact`."""
+    """Estimate the largest eigenvalue of the Hessian of the policy loss, with exact products through the plain model:
+    slow and with much memory, like `gradient_regularization.difference=exact`."""
     iterations: Annotated[int, Field(ge=1)] = 20
-    """The most Hessian-vector products of one estimate."""
+    """The most Hessian-vector products per estimate."""
     tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.01
     """The residual at which the estimate ends, relative to the eigenvalue."""
     judges: bool = False
-    """Whether judges may be asked about all of these completions too."""
+    """Allow calls of judges for all of these completions."""
 
     @field_validator("perturbed", mode="before")
     @classmethod
@@ -62,7 +62,7 @@ class SharpnessConfig(StrictConfig):
         return self
 
     def refusal_of(self, judge: str) -> str:
-        """The message for a recipe whose reward of this name is a judge that was not allowed for."""
+        """The message for a recipe whose reward of this name is a judge that may not be called."""
         return (
             f"evaluation.sharpness would ask rewards.{judge} about {self.completions} completions at each evaluation: "
             "set evaluation.sharpness.judges=true to have that, or evaluation.sharpness=null"
@@ -70,37 +70,37 @@ class SharpnessConfig(StrictConfig):
 
     @property
     def completions(self) -> int:
-        """The number of completions that one evaluation asks for."""
+        """The number of completions that one evaluation draws."""
         return (1 + len(self.radii) * self.draws) * self.size * self.samples
 
 
 class EvaluationConfig(StrictConfig):
-    """Evaluation on one fixed held-out set, with sampling settings of its own."""
+    """Evaluation on one fixed held-out set, with its own sampling settings."""
 
     every: Annotated[int, Field(ge=0)] = 50
-    """Steps between evaluations, which also happen at step 0 and at the end; 0: only then."""
+    """Steps between evaluations; 0: none in between. Step 0 and the end are always evaluated."""
     size: Annotated[int, Field(ge=1)] | None = None
-    """The number of held-out questions, from the first on; null is all."""
+    """The number of held-out questions, starting at the first; null: all."""
     final_size: Annotated[int, Field(ge=1)] | None = None
-    """The number of held-out questions after SFT, before RL, and at the end; null is `size`."""
+    """The number of held-out questions after SFT, before RL, and at the end; null: `size`."""
     accuracy: str | None = AUTO
-    """The reward part that says whether a completion is right, by a score of at least 1. auto: `correctness`; if it is
-    a function and gives other scores than 0 and 1, there is no accuracy and the reward chooses the best checkpoint.
-    null: no part, as in RLHF; then `metric` is reward or a reward part."""
+    """The reward part that says whether a completion is right, by a score of at least 1. auto: `correctness`; if that
+    is a function with scores other than 0 and 1, there is no accuracy, and the reward chooses the best checkpoint.
+    null: no part, as in RLHF; then `metric` must be reward or a reward part."""
     metric: str = "accuracy"
-    """The metric that chooses the best checkpoint, the highest value: accuracy, reward, pass@k, or a reward part."""
+    """The metric whose highest value chooses the best checkpoint: accuracy, reward, pass@k, or a reward part."""
     greedy: bool = True
-    """Whether each question gets one greedy completion. false, with `samples`: only sampled ones, as some published
-    protocols do; then `metric` is sampled/accuracy, sampled/reward, pass@k or the like."""
+    """Give each question one greedy completion. false, with `samples`: only sampled completions, as in some published
+    protocols; then `metric` must be sampled/accuracy, sampled/reward, pass@k or similar."""
     choices: ChoiceAnswers = "generate"
-    """The answer to a question with lettered options, where `greedy` is on: `generate` writes a completion, `rank`
-    takes the letter with the largest log-probability after the prompt, as published results on MMLU do."""
+    """The kind of answer to questions with lettered options if `greedy` is on. generate: a completion. rank: the letter
+    with the largest log-probability after the prompt, as in published results on MMLU."""
     samples: Annotated[int, Field(ge=0)] = 0
-    """Sampled completions per question beside the greedy one; 0: greedy only."""
+    """Sampled completions per question, in addition to the greedy one; 0: none."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """The temperature of the sampled completions."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sampled completions: draw from the smallest set of tokens whose probabilities reach this; 1: from all."""
+    """Sampled completions: draw from the smallest set of tokens whose probabilities add up to this; 1: from all."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """Sampled completions: draw from this many of the most probable tokens; 0: from all."""
     max_new_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -110,14 +110,14 @@ class EvaluationConfig(StrictConfig):
     k: tuple[Annotated[int, Field(ge=1)], ...] = (1,)
     """The k of pass@k and maj@k, each at most `samples`."""
     robustness: tuple[Perturbation, ...] = ()
-    """Ask again with perturbed questions (docs/evaluation.md), before training, after SFT, at the end and in `flatpeak
+    """Also ask perturbed questions (docs/evaluation.md): before training, after SFT, at the end and in `flatpeak
     eval`."""
     robustness_size: Annotated[int, Field(ge=1)] | None = None
-    """The number of questions to perturb, from the first of those that are evaluated; null is all."""
+    """The number of questions to perturb, starting at the first evaluated question; null: all."""
     sharpness: SharpnessConfig | None = None
     """At every evaluation, measure how the reward falls as weights are perturbed (docs/evaluation.md); null: do not."""
     seed: int = 0
-    """The seed of sampled completions, of perturbed questions and of sharpness; the same at every evaluation."""
+    """The seed of sampled completions, perturbed questions and sharpness; every evaluation uses the same."""
 
     @model_validator(mode="after")
     def _measurable(self) -> EvaluationConfig:
@@ -152,6 +152,6 @@ class EvaluationConfig(StrictConfig):
 
     @property
     def may_lack_accuracy(self) -> bool:
-        """Whether accuracy is measured by default only: no setting names its part or needs right and wrong."""
+        """Whether accuracy is measured by default only: no setting names its reward part or needs right and wrong."""
         needed = self.metric != "accuracy" and is_verdict(self.metric)
         return self.accuracy == AUTO and not (needed or self.robustness or self.choices == "rank")

@@ -13,9 +13,9 @@ from flatpeak.functional.estimators import bootstrap_interval, wilson_interval
 
 Method = Literal["wilson", "bootstrap"]
 COUNTS: Final = frozenset({"length", "sampled/length"})
-"""Metrics that are not shares, even where all their values are 0 or 1."""
+"""Metrics that are not shares, even if all their values are 0 or 1."""
 DIFFERENCES: Final = "sharpness/fall_"
-"""Prefix of metrics that are differences, and likewise no shares."""
+"""Prefix of metrics that are differences, and therefore not shares either."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,13 +23,13 @@ class Estimate:
     """A metric's mean over the questions that have it."""
 
     mean: float
-    """NaN where no question has it."""
+    """NaN if no question has the metric."""
     questions: int
     """The number of questions that have the metric."""
     interval: tuple[float, float] | None
     """The 95% interval; None for fewer than two questions."""
     method: Method | None
-    """`wilson` where every value is 0 or 1, `bootstrap` (of questions) elsewhere."""
+    """`wilson` if every value is 0 or 1, else `bootstrap` (of questions)."""
 
 
 def estimate(values: Sequence[float | None], *, metric: str) -> Estimate:
@@ -45,7 +45,7 @@ def estimate(values: Sequence[float | None], *, metric: str) -> Estimate:
 
 
 def format_estimate(value: Estimate | None, *, of: int | None = None) -> str:
-    """`0.25 [0.21, 0.29]`, with ` of 98` where the mean is over fewer questions than `of`."""
+    """`0.25 [0.21, 0.29]`, followed by ` of 98` if the mean is over fewer questions than `of`."""
     if value is None or not value.questions:
         return "-"
     text = f"{value.mean:.4g}"

@@ -1,4 +1,4 @@
-"""Held-out evaluation of a policy: fixed questions, decoded greedily and sampled, graded by the rewards of the run."""
+"""Held-out evaluation of a policy: fixed questions, answered greedily and by sampling, graded by the run's rewards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Values = dict[str, list[float | None]]
 
 
 class Evaluator(ABC):
-    """Evaluation of a model, as it is now, on a fixed sequence of held-out questions."""
+    """Evaluation of a model in its current state, on a fixed sequence of held-out questions."""
 
     @abstractmethod
     def evaluate(self, *, size: int | None = None, robustness: bool = False) -> Evaluation:
@@ -47,30 +47,30 @@ class PolicyEvaluator(Evaluator):
     sampler: Sampler
     reward: RewardSet
     max_new_tokens: int
-    """The limit where `config.max_new_tokens` is not set."""
+    """The limit if `config.max_new_tokens` is not set."""
     stop: tuple[str, ...] = ()
-    """Stop strings where `config.stop` is not set."""
+    """Stop strings if `config.stop` is not set."""
     tokenizer: Tokenizer
     prompt: PromptConfig
     """The wording of perturbed questions."""
     longest_prompt: int
-    """The most tokens of a perturbed question; a longer one is left out, and the coverage shows it."""
+    """The most tokens of a perturbed question; longer questions are left out, which the coverage shows."""
     ranker: Ranker | None = None
     sharpness: SharpnessProbe | None = None
-    """Measures the policy that the sampler draws from under perturbed weights, at every evaluation."""
+    """Measures the sampler's policy under perturbed weights, at every evaluation."""
     may_lack_accuracy: bool = False
-    """Whether a function's scores other than 0 and 1 are marked: no setting says that they are right or wrong."""
+    """Whether to record that a function gives scores other than 0 and 1, because no setting says which are right."""
 
     def __post_init__(self) -> None:
-        """ValueError where answers by rank have no ranker."""
+        """ValueError if answers are ranked letters and there is no ranker."""
         if self.config.choices == "rank" and self.ranker is None:
             raise ValueError("evaluation.choices=rank needs a ranker of letters")
 
     def evaluate(self, *, size: int | None = None, robustness: bool = False) -> Evaluation:
-        """Evaluate on the first `size` prompts; torch's random state stays as it was.
+        """Evaluate on the first `size` prompts; torch's random state is unchanged afterwards.
 
-        With `robustness`, accuracy on the perturbed copies that `config.robustness` names is measured too. Sharpness
-        has prompts of its own, whatever `size` is.
+        With `robustness`, also measure accuracy on the perturbed copies that `config.robustness` names. Sharpness uses
+        its own prompts, for any `size`.
         """
         self.reward.check()
         prompts = self.prompts[:size]
@@ -137,7 +137,7 @@ class PolicyEvaluator(Evaluator):
         return build_prompts(examples, self.tokenizer, wording, max_tokens=self.longest_prompt).prompts
 
     def _judge_perturbed(self, prompts: Sequence[Prompt]) -> Judged:
-        """Answer greedily, or by sampling where the recipe has no greedy answers."""
+        """Answer greedily; by sampling if the recipe has no greedy answers."""
         greedy = self.config.greedy
         answers = self._greedy(prompts) if greedy else self._sampled(prompts)
         answer_columns = _greedy_rows(answers) if greedy else _sampled_rows(answers, texts=True)
@@ -194,8 +194,8 @@ class PolicyEvaluator(Evaluator):
             return _Answers(groups=groups, scores=scores, correct=None, texts=None)
         if name not in scores.parts:
             raise UserError(
-                f"evaluation.accuracy={name} is no part of the reward: choose one of {', '.join(scores.parts)}, or "
-                "null where none says right or wrong"
+                f"evaluation.accuracy={name} is not a part of the reward: choose one of {', '.join(scores.parts)}, or "
+                "null if none says right or wrong"
             )
         correct = [[_is_right(score) for score in row] for row in scores.parts[name]]
         texts = [[self.reward.answer(name, c, group.prompt) for c in group.completions] for group in groups]
@@ -217,30 +217,30 @@ class _Answers:
     groups: Sequence[Group]
     scores: Scores
     correct: list[list[float | None]] | None
-    """1 or 0, None where the grader failed. The whole is None where no part says right or wrong."""
+    """1 or 0; None if the grader failed. The whole field is None if no reward part says right or wrong."""
     texts: list[list[str | None]] | None
-    """The extracted answers, None where none was extracted."""
+    """The extracted answers; None if none was extracted."""
     by_function: bool = False
-    """Whether a function of the user's grades whole texts: it extracts no answers."""
+    """Whether a user's function grades whole texts, without extracting answers."""
     graded: bool = False
-    """Whether that function gives other scores than 0 and 1."""
+    """Whether that function gives scores other than 0 and 1."""
     ranked: Sequence[Ranked] = ()
-    """The letters' log-probabilities, where answers are by rank."""
+    """The letters' log-probabilities, if answers are ranked letters."""
 
     @property
     def failed(self) -> list[list[float]]:
-        """1 where no answer could be extracted."""
+        """1 if no answer could be extracted."""
         return [[float(answer is None) for answer in row] for row in self.texts or ()]
 
     @property
     def missing(self) -> list[list[float]]:
-        """1 where the reward, or the verdict, is missing."""
+        """1 if the reward or the verdict is missing."""
         judged = zip(self.scores.total, self.correct or self.scores.total, strict=True)
         return [[float(a is None or b is None) for a, b in zip(*rows, strict=True)] for rows in judged]
 
     @property
     def timed_out(self) -> list[list[float]]:
-        """1 where a part of the reward could not grade the answer within its limits."""
+        """1 if a part of the reward could not grade the answer within its limits."""
         flags = [
             [[False] * len(group.completions) for group in self.groups],
             *self.scores.timed_out.values(),
@@ -284,7 +284,7 @@ def _sampled_values(answers: _Answers, ks: Sequence[int]) -> Values:
 
 
 def _add_far_from_training(values: Values, prompts: Sequence[Prompt]) -> None:
-    """Add the accuracy without the questions that the task marks as having near neighbours in the training set."""
+    """Add the accuracy on questions that the task does not mark as near to a training question."""
     if "accuracy" in values and any("near_train" in prompt.example.columns for prompt in prompts):
         near = [bool(prompt.example.columns.get("near_train")) for prompt in prompts]
         values["accuracy/not_near_train"] = [
@@ -322,7 +322,7 @@ def _sampled_rows(answers: _Answers, *, texts: bool) -> list[dict[str, Any]]:
 
 
 def _is_right(score: float | None) -> float | None:
-    """1 where the accuracy part is 1, not merely positive: a wrong but well-formed answer is not right."""
+    """1 if the accuracy part is at least 1; a positive score is not enough, as for a wrong but well-formed answer."""
     return None if score is None else float(score >= 1.0)
 
 
@@ -332,7 +332,7 @@ def _mean(scores: Sequence[float | None]) -> float | None:
 
 
 def _pass_at(correct: Sequence[float | None], k: int) -> float | None:
-    """pass@k over the verdicts that are not missing; None where fewer than k are left."""
+    """pass@k over the verdicts that are not missing; None if fewer than k remain."""
     known = [value for value in correct if value is not None]
     return pass_at_k(len(known), int(sum(known)), k) if len(known) >= k else None
 

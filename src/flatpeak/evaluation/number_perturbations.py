@@ -1,9 +1,9 @@
-"""Perturbation of a question's numbers, with the gold answer recomputed; none where that is not certain.
+"""Perturbation of a question's numbers, with a recomputed gold answer, if that is certain.
 
-The answer follows from the numbers by one of three sources: an arithmetic row's operands; GSM8K's `<<48/2=24>>` marks,
-where the text fixes the role of each number (`number_roles`); and for a word problem of two numbers without a worked
-solution, the operations that fit the gold answer, which must agree on the new one. The new gold answer always differs
-from the old one, which a model may have memorized.
+There are three sources for how the answer follows from the numbers: an arithmetic row's operands; GSM8K's `<<48/2=24>>`
+marks, if the text fixes the role of each number (`number_roles`); and, for a word problem with two numbers and no
+worked solution, the operations that fit the gold answer, which must agree on the new answer. The new gold answer always
+differs from the old answer, which a model may have memorized.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _OPERATIONS: Final[tuple[Callable[[Fraction, Fraction], Fraction], ...]] = (
 
 
 def other_numbers(example: Example, draw: random.Random) -> Example | None:
-    """The example with other numbers of similar size and the recomputed gold answer; None where that is uncertain."""
+    """The example with other numbers of similar size and the recomputed gold answer; None if that is uncertain."""
     if {"a", "op", "b"} <= example.columns.keys():
         return _arithmetic(example, draw)
     label, text, tail = split_question(example.question)
@@ -57,7 +57,7 @@ def other_numbers(example: Example, draw: random.Random) -> Example | None:
     if numbers is None or _FORMULA.search(text) or re.search(r"\d", f"{label}{tail}"):
         return None
     bare = replace(example, question=text)
-    # A worked solution without exact steps (an equation solved in words, say) is not guessed at.
+    # Do not guess at worked solutions without exact steps, such as an equation solved in words.
     perturbed = _by_solution(bare, numbers, draw) if example.rationale else _by_operation(bare, numbers, draw)
     return None if perturbed is None else replace(perturbed, question=f"{label}{perturbed.question}{tail}")
 
@@ -75,14 +75,14 @@ def _draw_value(number: Number, draw: random.Random) -> Fraction:
 
 
 def _format_value(number: Number, value: Fraction, text: str) -> str:
-    """The value in the format of the number: with its decimals, and with commas where it had them."""
+    """The value in the format of the number: with its decimals, and with commas if it had them."""
     whole, fraction = divmod(int(value * 10**number.decimals), 10**number.decimals)
     digits = f"{whole:,}" if "," in text or (whole >= 10000 and number.value < 10000) else str(whole)
     return f"{digits}.{fraction:0{number.decimals}}" if number.decimals else digits
 
 
 def question_numbers(question: str) -> list[Number] | None:
-    """Every number of a question; None where digits belong to something else (3rd, 8:00, 1/2), or there are none."""
+    """Every number of a question; None if digits belong to something else (3rd, 8:00, 1/2), or if there are none."""
     numbers = []
     for match in _NUMBER.finditer(question):
         _, _, decimals = match[0].partition(".")
@@ -108,7 +108,7 @@ def _with_gold(example: Example, question: str, gold: Fraction) -> Example:
 
 
 def _arithmetic(example: Example, draw: random.Random) -> Example | None:
-    """Replace the operands, which the question must contain side by side, by others of the same length and sign."""
+    """Replace the operands, which must be adjacent in the question, by others of the same length and sign."""
     a, op, b = (example.columns[key] for key in ("a", "op", "b"))
     apply = {"+": lambda x, y: x + y, "-": lambda x, y: x - y, "*": lambda x, y: x * y}.get(op)
     old = f"{a}{op}{b}"
@@ -136,7 +136,7 @@ def _same_digits(value: int, draw: random.Random) -> int:
 
 
 def _by_solution(example: Example, numbers: Sequence[Number], draw: random.Random) -> Example | None:
-    """Recompute the answer by the marks of a worked solution, where every number has a role (see `number_roles`)."""
+    """Recompute the answer from the marks of a worked solution, if every number has a role (see `number_roles`)."""
     steps = read_steps(example.rationale or "")
     if not steps or str(steps[-1].value) != example.gold or ambiguous_word(example.question) is not None:
         return None
@@ -158,10 +158,10 @@ def _by_solution(example: Example, numbers: Sequence[Number], draw: random.Rando
 
 
 def _by_operation(example: Example, numbers: Sequence[Number], draw: random.Random) -> Example | None:
-    """Recompute the answer by every operation on the two numbers that fits the gold one; they must agree.
+    """Recompute the answer by every operation on the two numbers that fits the gold answer; they must agree.
 
-    With three numbers, one in eight of SVAMP's problems would get a wrong answer, as a number may be irrelevant; with
-    two, none does.
+    With three numbers, one in eight SVAMP problems would get a wrong answer, because a number may be irrelevant; with
+    two numbers, none does.
     """
     is_plain = re.fullmatch(r"\d+", example.gold) and _ASKS_FOR_QUANTITY.search(example.question)
     if (

@@ -29,7 +29,7 @@ class SubsetTable:
 
     column: str
     sizes: Mapping[str, int]
-    """The number of questions of each value, the values in order."""
+    """The number of questions for each value, in the order of the values."""
     estimates: Mapping[str, Mapping[str, Estimate]]
     """By value, then by metric."""
     micro: Mapping[str, Estimate]
@@ -37,7 +37,7 @@ class SubsetTable:
 
     @property
     def macro(self) -> dict[str, float]:
-        """The mean of the values' means, each with the same weight. NaN where no value has the metric."""
+        """The mean of the values' means, each with the same weight. NaN if no value has the metric."""
         macro = {}
         for metric in self.micro:
             means = [row[metric].mean for row in self.estimates.values() if row[metric].questions]
@@ -63,7 +63,7 @@ def subset_tables(subsets: Sequence[Mapping[str, str]], values: Values) -> dict[
 
 
 def without_verdicts(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Results by metric, nested as in `Evaluation.as_dict` or not, without the metrics that count right answers."""
+    """Results by metric, nested as in `Evaluation.as_dict` or flat, without the metrics that count right answers."""
     return {
         key: without_verdicts(value) if isinstance(value, Mapping) else value
         for key, value in results.items()
@@ -72,7 +72,7 @@ def without_verdicts(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def no_accuracy(reward: str) -> str:
-    """The notice of an accuracy that is not measured, because the scores of this function say more."""
+    """The notice that accuracy is not measured, because this function's scores are not only 0 and 1."""
     return (
         f"reward {reward!r} gives scores other than 0 and 1: there is no accuracy (evaluation.accuracy={reward} counts "
         "scores of at least 1 as right)"
@@ -95,7 +95,7 @@ def _table(column: str, subset_values: Sequence[str | None], values: Values) -> 
         column=column,
         sizes={value: len(indices) for value, indices in ordered.items()},
         estimates={value: _estimates(values, indices) for value, indices in ordered.items()},
-        # In the questions' own order, so that its bootstrap is that of the whole set.
+        # In the original order of questions, so that the bootstrap equals that of the whole set.
         micro=_estimates(values, sorted(index for indices in ordered.values() for index in indices)),
     )
 
@@ -123,9 +123,9 @@ class Evaluation:
     task: str
     size: int
     values: Mapping[str, Sequence[float | None]]
-    """By metric, the value of each question; None where a grader failed."""
+    """By metric, the value of each question; None if a grader failed."""
     ids: Sequence[str]
-    """The ids of the questions, which are the same in the same order every time."""
+    """The ids of the questions: always the same questions in the same order."""
     rows: Sequence[Mapping[str, Any]]
     """Per question: id, gold, the greedy text and its finish reason, answer, scores, the samples' correctness."""
     subsets: Sequence[Mapping[str, str]] = ()
@@ -135,9 +135,9 @@ class Evaluation:
     sharpness: Sharpness | None = None
     """The reward under perturbed weights, on the first questions of the task."""
     choices: ChoiceAnswers | None = None
-    """The way of answering questions with lettered options; None where there are no such questions."""
+    """The kind of answers to questions with lettered options; None if there are no such questions."""
     graded_by: str | None = None
-    """The reward part that accuracy is read from by default, where it gives other scores than 0 and 1; else None."""
+    """The reward part for accuracy by default, if it gives scores other than 0 and 1; else None."""
 
     @cached_property
     def estimates(self) -> dict[str, Estimate]:
@@ -148,12 +148,12 @@ class Evaluation:
 
     @property
     def by_question(self) -> dict[str, Sequence[float | None]]:
-        """By metric, the value of each question; sharpness has questions of its own, the first ones of the task."""
+        """By metric, the value of each question; sharpness has its own questions, the first of the task."""
         return {**self.values, **(self.sharpness.values if self.sharpness is not None else {})}
 
     @property
     def tabled(self) -> list[str]:
-        """The metrics of the main table: all but those on perturbed questions, which have one of their own."""
+        """The metrics of the main table: all except those on perturbed questions, which have a separate table."""
         return [*self.values, *(self.sharpness.estimates if self.sharpness is not None else ())]
 
     @cached_property
@@ -168,7 +168,7 @@ class Evaluation:
 
     @property
     def pass_rate(self) -> float:
-        """The accuracy of greedy answers, or of sampled ones where there are no greedy ones."""
+        """The accuracy of greedy answers; of sampled answers if there are no greedy ones."""
         return self.mean("accuracy" if "accuracy" in self.values else "sampled/accuracy")
 
     def mean(self, metric: str) -> float:
@@ -200,8 +200,8 @@ class Evaluation:
         return replace(self, values=without_verdicts(self.values), rows=rows)
 
     def _select(self, indices: Sequence[int]) -> Evaluation:
-        """The evaluation of some questions. Results on perturbed questions, and sharpness, are of the whole set and
-        left out."""
+        """The evaluation of some questions, without results on perturbed questions and sharpness, which are for the
+        whole set."""
         return replace(
             self,
             size=len(indices),
@@ -216,7 +216,7 @@ class Evaluation:
     def as_dict(self) -> dict[str, Any]:
         """The means, their 95% intervals and methods, for summaries.
 
-        `counted` is the number of questions of a mean, where that is not all of them.
+        `counted` is the number of questions in a mean, if that is not all of them.
         """
         counts = {metric: self.estimates[metric].questions for metric in self.by_question}
         return {

@@ -1,4 +1,4 @@
-"""Robustness: accuracy on perturbed questions, beside the accuracy on the same questions unperturbed."""
+"""Robustness: accuracy on perturbed questions, compared with accuracy on the same questions unperturbed."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ class Judged:
     """Verdicts on the answers to some questions, by question."""
 
     correct: Sequence[float | None]
-    """Whether the answer was right, or the share of samples that were; None where the grader failed."""
+    """Whether the answer was right, or the share of samples that were right; None if the grader failed."""
     extraction_failed: Sequence[float]
     rows: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Robustness:
-    """Accuracy under one kind of perturbation, paired with that on the unperturbed questions."""
+    """Accuracy under one kind of perturbation, paired with accuracy on the unperturbed questions."""
 
     kind: Perturbation
     asked: int
     """The number of questions to perturb."""
     clean: Sequence[float | None]
-    """Of the questions that could be perturbed: whether the unperturbed one is answered correctly."""
+    """For each question that could be perturbed: whether the unperturbed question is answered correctly."""
     perturbed: Sequence[float | None]
-    """Of the same questions, perturbed: whether they are answered correctly."""
+    """For the same questions, perturbed: whether they are answered correctly."""
     extraction_failed: Sequence[float]
     rows: Sequence[Mapping[str, Any]]
-    """Of the perturbed questions: id, kind, question, gold, and the answer."""
+    """For each perturbed question: id, kind, question, gold, and the answer."""
 
     @cached_property
     def pairs(self) -> list[tuple[float, float]]:
-        """(clean, perturbed) where neither verdict is missing."""
+        """(clean, perturbed) for questions that have both verdicts."""
         both = zip(self.clean, self.perturbed, strict=True)
         return [(before, after) for before, after in both if before is not None and after is not None]
 
@@ -64,7 +64,7 @@ class Robustness:
 
     @property
     def failed_share(self) -> float:
-        """The share of perturbed questions without an extracted answer; NaN where no question is perturbed."""
+        """The share of perturbed questions without an extracted answer; NaN if no question is perturbed."""
         return estimate(self.extraction_failed, metric="extraction_failed").mean
 
     def as_dict(self) -> dict[str, Any]:
@@ -93,9 +93,9 @@ def measure(
     prompts_of: Callable[[Sequence[Example]], Sequence[Prompt]],
     ask: Callable[[Sequence[Prompt]], Judged],
 ) -> dict[str, Robustness]:
-    """Perturb the questions of the prompts in every way, make prompts of them, and judge the answers.
+    """Perturb the questions of the prompts in every way, make prompts from them, and judge the answers.
 
-    A question in which a kind has nothing to change, or that `prompts_of` leaves out as too long, is not covered.
+    The coverage excludes questions in which a kind has nothing to change or that `prompts_of` omits as too long.
     """
     clean_by_id = {prompt.id: value for prompt, value in zip(prompts, clean, strict=True)}
     robustness: dict[str, Robustness] = {}
@@ -119,8 +119,8 @@ def measure(
 
 
 def perturb(example: Example, kind: Perturbation, *, seed: int) -> Example | None:
-    """The perturbed example, with the same id; None where this kind has nothing to change, or cannot do it safely."""
-    # Imported here: most evaluations perturb nothing.
+    """The perturbed example, with the same id; None if this kind has nothing to change, or cannot do it safely."""
+    # Imported here because most evaluations do not perturb.
     from flatpeak.evaluation import number_perturbations, text_perturbations
 
     perturbations: dict[Perturbation, Callable[[Example, random.Random], Example | None]] = {

@@ -1,4 +1,4 @@
-"""Sharpness: how the reward falls as the weights are perturbed at random, and the loss's largest curvature."""
+"""Sharpness: how much the reward falls under random perturbations of the weights, and the loss's largest curvature."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.types import Group, Prompt, SamplingParams, Score, Scores
 
 Losses = Callable[[], Iterable[Tensor]]
-"""A function that computes, at the present weights, the loss of each micro-batch of one fixed batch."""
+"""A function that computes the loss of each micro-batch of one fixed batch, with the current weights."""
 MakeLosses = Callable[[Sequence[Group], Scores], Losses | None]
-"""Makes such a function of scored groups; None where none of their completions has an advantage."""
+"""Makes such a function from scored groups; None if none of their completions has an advantage."""
 Values = dict[str, list[float | None]]
-"""By reward part ("" is the total), the mean over the samples of each question; None where all are missing."""
+"""By reward part ("" is the total), the mean over the samples of each question; None if all are missing."""
 TOTAL = ""
 CONSIDERABLE, CERTAIN = 0.01, 0.01
-"""The radius of noise from which it changes log-probabilities, but for those above -CERTAIN."""
+"""From the first radius on, noise must change log-probabilities, except those above minus the second."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharpness:
-    """The reward of a policy under perturbed weights, beside its reward as it is."""
+    """The reward of a policy under perturbed weights, compared with its unperturbed reward."""
 
     clean: Values
     falls: Mapping[float, Values]
-    """By radius: what is lost of `clean`, mean over the draws."""
+    """By radius: the decrease from `clean`, as a mean over the draws."""
     weight_norm: float
     """||theta|| of the perturbed parameters."""
     kept: float
-    """The lowest cosine of a perturbation, as rounding left it, with the intended one; NaN where there was none."""
+    """The lowest cosine between a perturbation after rounding and the intended one; NaN if there was none."""
     eigenvalue: Eigenvalue | None = None
 
     @cached_property
     def values(self) -> dict[str, list[float | None]]:
-        """By metric, the value of each question that was asked."""
+        """By metric, the value of each question used."""
         named = {_metric("sharpness/clean", name): values for name, values in self.clean.items()}
         for radius, components in self.falls.items():
             named |= {_metric(f"sharpness/fall_{radius:g}", name): values for name, values in components.items()}
@@ -58,7 +58,7 @@ class Sharpness:
 
     @cached_property
     def estimates(self) -> dict[str, Estimate]:
-        """The estimate of every metric; what has no meaning is left out."""
+        """The estimate of every metric; undefined metrics are left out."""
         estimates = {metric: estimate(values, metric=metric) for metric, values in self.values.items()}
         single = {f"sharpness/relative_fall_{radius:g}": self.relative_fall(radius) for radius in self.falls}
         single |= {"sharpness/weight_norm": self.weight_norm, "sharpness/perturbation_kept": self.kept}
@@ -75,7 +75,7 @@ class Sharpness:
         }
 
     def relative_fall(self, radius: float) -> float:
-        """The fall of the total reward over its clean value, on the same questions; NaN where that is not positive."""
+        """The fall of the total reward over its clean value, on the same questions; NaN unless that is positive."""
         pairs = [
             (fall, clean)
             for fall, clean in zip(self.falls[radius][TOTAL], self.clean[TOTAL], strict=True)
@@ -87,16 +87,16 @@ class Sharpness:
 
 @dataclass(frozen=True, kw_only=True)
 class SharpnessProbe:
-    """The measurement of a policy's sharpness; it leaves weights, sampler and random state as they were."""
+    """The measurement of a policy's sharpness; it restores weights, sampler and random state."""
 
     config: SharpnessConfig
     perturbation: Perturbation
-    """The parameters to perturb. Weights in half precision move themselves, not masters that an optimizer has: a run
-    and an evaluation of its checkpoint then agree."""
+    """The parameters to perturb. Weights in half precision are changed directly, and not an optimizer's masters, so
+    that a run and an evaluation of its checkpoint agree."""
     make_losses: MakeLosses
-    """The policy loss whose curvature `config.eigenvalue` asks for."""
+    """The policy loss for the curvature that `config.eigenvalue` requests."""
     stopping: Callable[[], bool] = lambda: False
-    """Whether a signal asks to stop, which leaves no time for so many completions."""
+    """Whether a signal asks to stop, which leaves no time for this many completions."""
 
     def measure(
         self,
@@ -109,7 +109,7 @@ class SharpnessProbe:
     ) -> Sharpness:
         """Measure on the first `config.size` prompts, with the same random numbers for every state of the weights.
 
-        Raises StoppedError in the middle where `stopping()`: a resumed run measures anew.
+        Raises StoppedError midway once `stopping()` is true; a resumed run measures again.
         """
         config, asked = self.config, prompts[: self.config.size]
         ask = partial(_answers, asked, sampler, reward, config.samples, sampling, seed)
@@ -134,11 +134,11 @@ class SharpnessProbe:
         )
 
     def _under_noise(self, ask: Callable[[], _Answers], *, seed: int) -> Iterator[NoisyMeasurement[_Answers]]:
-        """The answers under every draw's noise at every radius. UserError where it is too much for the model."""
+        """The answers under every draw's noise at every radius. UserError if the noise is too strong for the model."""
         radii, draws = self.config.radii, self.config.draws
         try:
             yield from measure_under_noise(self.perturbation, ask, radii=radii, draws=draws, seed=seed)
-        except DivergedError as error:  # of the noise: the weights as they are have answered
+        except DivergedError as error:  # due to the noise: the unperturbed weights have given answers
             raise UserError(
                 f"evaluation.sharpness.radii={list(radii)}: under noise of one of these radii the model's logits are "
                 "NaN or infinite; the weights themselves are intact: name smaller radii"
@@ -150,11 +150,11 @@ class SharpnessProbe:
 
     @property
     def _has_zeros(self) -> bool:
-        """Whether a perturbed tensor is 0 and stays so, as in new adapters, whose other matrix then does nothing."""
+        """Whether a perturbed tensor is 0 and stays 0, as in new adapters, whose other matrix then has no effect."""
         return any(not bool(parameter.any()) for parameter in self.perturbation.parameters)
 
     def _top_eigenvalue(self, answers: _Answers, *, seed: int) -> Eigenvalue | None:
-        """The largest eigenvalue of the loss of these completions; None where it has no curvature to measure."""
+        """The largest eigenvalue of the loss of these completions; None if there is no curvature to measure."""
         losses = self.make_losses(answers.groups, answers.scores)
         if losses is None:
             return None
@@ -173,7 +173,7 @@ class SharpnessProbe:
 
 @dataclass(frozen=True, kw_only=True)
 class _Answers:
-    """Completions of one state of the weights, and their scores."""
+    """Completions for one state of the weights, and their scores."""
 
     groups: Sequence[Group]
     scores: Scores
@@ -188,9 +188,9 @@ def _answers(
 
 @contextmanager
 def _unchanged_state(sampler: Sampler) -> Iterator[None]:
-    """A context after which a sampler's state is as before it, and Python's and NumPy's own generators are too.
+    """A context that restores the state of a sampler and of the random generators of Python and NumPy.
 
-    Torch's are the evaluation's to restore. A reward may draw from any.
+    The evaluation restores torch's generators. A reward may draw from any of them.
     """
     drawn = random.getstate(), np.random.get_state()
     state = sampler.state()
@@ -210,9 +210,9 @@ def _reduced(one: NoisyMeasurement[_Answers]) -> NoisyMeasurement[Values]:
 
 
 def _check_reads_weights(clean: _Answers, noisy: NoisyMeasurement[_Answers]) -> None:
-    """UserError where completions under considerable noise have the log-probabilities of those without, bit for bit.
+    """UserError if completions under considerable noise have bit-identical log-probabilities to those without noise.
 
-    Log-probabilities near 0 say nothing: a policy that is certain stays so.
+    Log-probabilities near 0 are no evidence: a policy that is certain stays certain.
     """
     logprobs = _logprobs(clean)
     uncertain = any(logprob < -CERTAIN for row in logprobs for logprob in row)
@@ -234,7 +234,7 @@ def _by_question(scores: Scores) -> Values:
 
 
 def _falls(clean: Values, perturbed: Sequence[Values]) -> Values:
-    """By part and question: the clean value less the mean over the draws that have one."""
+    """By part and question: the clean value minus the mean over the draws that have a value."""
     falls: Values = {}
     for name, values in clean.items():
         means = [_mean([draw[name][index] for draw in perturbed]) for index in range(len(values))]

@@ -1,9 +1,9 @@
-"""The role of each number of a question in its worked solution; none where the text leaves it ambiguous.
+"""The role of each number of a question in its worked solution, if the text makes it unambiguous.
 
-A solution's mark `<<60*2=120>>` has a 2 that may be the question's "2 slats per foot", or the two sides of a fence that
-the question never mentions. Equal values do not prove equal roles, so roles are read from the text: the question has no
-word that makes a number a condition or counts something unmentioned; each of its numbers enters one step, once, in a
-line that names it; and every other number of the solution, in digits or words, is known from the question.
+In a solution's mark `<<60*2=120>>`, the 2 may be the question's "2 slats per foot" or the two sides of a fence that the
+question never mentions. Equal values do not prove equal roles, so roles are read from the text. The question must have
+no word that makes a number a condition or counts something unmentioned. Each of its numbers must enter one step, once,
+in a line that names it; every other number of the solution, in digits or words, must be known from the question.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Final, Literal
 from flatpeak.evaluation.text_perturbations import INTERCHANGEABLE, last_sentence
 
 Role = Literal["term", "factor", "dividend", "divisor"]
-"""The role of an operand in its step; `term` is of a sum, a difference, or alone."""
+"""The role of an operand in its step; `term` means part of a sum or difference, or alone."""
 Origin = tuple[Literal["question", "percent", "step", "constant"], int]
-"""The source of an operand: the question's number of that index, the same as a percentage, the step of that index, or
-a constant that a word of the question implies."""
+"""The source of an operand: the question's number with that index, the same as a percentage, the step with that index,
+or a constant that a word of the question implies."""
 
 _MARK: Final = re.compile(r"<<([^<>=]{1,200})=([^<>=]{1,60})>>")
 _NUMBER_WORD: Final = re.compile(
@@ -33,7 +33,7 @@ _NUMBER_WORD: Final = re.compile(
     r"|first|second|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|quarters?|thirds|fourths|fifths|dozens|scores?"
     r"|single)\b"
 )
-"""Words for numbers, which no perturbation changes."""
+"""Words for numbers, which perturbations do not change."""
 _AMBIGUOUS_WORDS: Final = {
     "conditions, limits and choices, under which other numbers may call for another computation": (
         r"at least|at most|up to|over|under|above|below|exceeds?|exceeding|limit|minimum|maximum|whichever|unless|until"
@@ -127,7 +127,7 @@ class Step:
 
 
 def read_steps(rationale: str) -> list[Step]:
-    """Parse every mark exactly; empty where one cannot be parsed or has a wrong result."""
+    """Parse every mark exactly; empty if a mark cannot be parsed or has a wrong result."""
     steps = []
     for line in rationale.splitlines():
         plain = without_marks(line)
@@ -149,14 +149,17 @@ def read_steps(rationale: str) -> list[Step]:
 def find_origins(
     steps: Sequence[Step], numbers: Sequence[Number], *, question: str, rationale: str
 ) -> list[list[Origin]] | None:
-    """Find the origin of each operand; None where one is uncertain.
+    """Find the origin of each operand; None if one is uncertain.
 
     Every number of the question enters one step, once, and every result but the last enters a later one.
     """
     origins = _origins(steps, numbers, question)
     if origins is None:
         return None
-    uses = Counter(("question" if kind == "percent" else kind, index) for row in origins for kind, index in row)
+    uses: Counter[tuple[str, int]] = Counter()
+    for row in origins:
+        for kind, index in row:
+            uses["question" if kind == "percent" else kind, index] += 1
     if any(uses["question", index] != 1 for index in range(len(numbers))):
         return None
     if any(
@@ -173,7 +176,7 @@ def find_origins(
 def recompute(
     steps: Sequence[Step], origins: Sequence[Sequence[Origin]], values: Sequence[Fraction]
 ) -> list[Fraction] | None:
-    """Every step's result with other numbers; None where one is negative, or no longer whole."""
+    """Every step's result with other numbers; None if a result is negative, or no longer an integer."""
     results: list[Fraction] = []
     for step, row in zip(steps, origins, strict=True):
         try:
@@ -199,7 +202,7 @@ def operands_of(
 
 
 def ambiguous_word(question: str) -> str | None:
-    """The first word of a question that leaves the role of its numbers open."""
+    """The first word of a question that makes the role of its numbers ambiguous."""
     text = question.lower()
     match = _AMBIGUOUS.search(text) or _NUMBER_WORD.search(text)
     return None if match is None else match[0]
@@ -223,11 +226,13 @@ def bounds(question: str) -> list[Fraction]:
         for value, *units in _UNIT_RATIOS
         if all(re.search(rf"\b(?:{unit})s?\b", text) for unit in units)
     ]
-    return ratios + [Fraction(100)] * ("%" in text or "percent" in text)
+    if "%" in text or "percent" in text:
+        ratios.append(Fraction(100))
+    return ratios
 
 
 def keeps_order(before: Sequence[Fraction], after: Sequence[Fraction]) -> bool:
-    """Whether the order of all numbers is unchanged: what was more, cheaper or left over remains so."""
+    """Whether the order of all numbers is unchanged, so that more stays more and cheaper stays cheaper."""
     order = sorted(range(len(before)), key=before.__getitem__)
     return all(
         (before[one] < before[other]) == (after[one] < after[other]) and after[one] <= after[other]
@@ -242,7 +247,7 @@ def keeps_divisibility(
     before: tuple[Sequence[Fraction], Sequence[Fraction]],
     after: tuple[Sequence[Fraction], Sequence[Fraction]],
 ) -> bool:
-    """Whether each divisor still divides the numbers that it divided: apples bought together, or one by one.
+    """Whether each divisor still divides the numbers that it divided, as for apples bought in bags.
 
     `before` and `after` are the question's numbers and the results.
     """
@@ -305,8 +310,10 @@ def _origins(steps: Sequence[Step], numbers: Sequence[Number], question: str) ->
         row: list[Origin] = []
         for operand, role in zip(step.operands, step.roles, strict=True):
             constant_uses = _constant_uses(operand, role, question)
-            candidates = known.get(operand, []) + [("constant", 0)] * bool(constant_uses)
-            constants[operand] += bool(constant_uses)
+            candidates = known.get(operand, [])
+            if constant_uses:
+                candidates = [*candidates, ("constant", 0)]
+                constants[operand] += 1
             if len(candidates) != 1 or constants[operand] > constant_uses > 0:
                 return None
             row.append(candidates[0])
@@ -334,7 +341,7 @@ def _constant_uses(operand: Fraction, role: Role, question: str) -> int:
 def _named_where_used(
     index: int, number: Number, steps: Sequence[Step], origins: Sequence[Sequence[Origin]], question: str
 ) -> bool:
-    """Whether a word next to a common number also occurs in the solution's line that uses it; true of rare numbers."""
+    """Whether a word next to a common number is also in the solution's line that uses it; always true for rare ones."""
     if number.value not in _COMMON_VALUES:
         return True
     step = next(
@@ -353,7 +360,7 @@ def _named_where_used(
 
 
 def _names_a_bystander(question: str, rationale: str) -> bool:
-    """Whether the question names a person only once, asks about another one, and the solution omits the first."""
+    """Whether the question names a person only once, asks about another, and the solution omits the first."""
     asked = re.findall(r"[a-z,] ([A-Z][a-z]+)", question[last_sentence(question) :])
     names = Counter(name for name in re.findall(r"\b[A-Z][a-z]+\b", question) if name in INTERCHANGEABLE)
     once = [name for name, count in names.items() if count == 1 and name not in asked and name not in rationale]
@@ -361,7 +368,7 @@ def _names_a_bystander(question: str, rationale: str) -> bool:
 
 
 def _says_only_known_numbers(steps: Sequence[Step], numbers: Sequence[Number], rationale: str) -> bool:
-    """Whether the text of the solution has only known numbers; 1 is in many phrases and changes nothing."""
+    """Whether the text of the solution contains only known numbers; 1 is in many phrases and is ignored."""
     text = without_marks(rationale).lower()
     known = {Fraction(1), *(number.value for number in numbers), *(step.value for step in steps)}
     known.update(operand for step in steps for operand in step.operands)

@@ -24,7 +24,7 @@ METHODS: Final = (
 COUNTED: Final = " 'of 98' marks a mean of fewer questions than there are."
 
 _COUNT: Final = re.compile(r"\d\]? of \d")
-"""The end of a cell whose mean is of fewer questions than there are."""
+"""The end of a cell whose mean is over fewer questions than there are."""
 _ANSWER_NOTES: Final[Mapping[ChoiceAnswers, str]] = {
     "generate": "answers generated",
     "rank": "letters ranked by log-probability",
@@ -43,7 +43,7 @@ class Comparison:
     labels: Sequence[str]
     evaluations: Sequence[Evaluation]
     notices: Sequence[str] = ()
-    """Remarks that a reader of the results should know."""
+    """Remarks for readers of the results."""
 
     @cached_property
     def changes(self) -> list[dict[str, Change]]:
@@ -78,7 +78,7 @@ class Comparison:
 
 
 def differences(before: Evaluation, after: Evaluation) -> dict[str, Change]:
-    """after - before, with its interval, for every metric of both, over the questions where neither is missing."""
+    """after - before, with its interval, for every metric of both, over the questions that have both values."""
     if list(before.ids) != list(after.ids):
         raise ValueError("evaluations of different questions cannot be paired")
     changes: dict[str, Change] = {}
@@ -129,7 +129,7 @@ def _metrics(
     evaluations: Sequence[Evaluation],
     changes: Sequence[Mapping[str, Mapping[str, float]]],
 ) -> Table:
-    """One row per metric, one column per model, and the change since the first where there are two."""
+    """One row per metric, one column per model; with two models also the change."""
     first = evaluations[0]
     answered = "" if first.choices is None else f", {_ANSWER_NOTES[first.choices]}"
     table = _table(f"{first.task}, {first.size} questions{answered}", "metric", labels)

@@ -1,4 +1,4 @@
-"""Perturbations of a question's wording, and the text they leave alone: numbers, formulas, code, options and labels."""
+"""Perturbations of a question's wording, and the parts that they keep: numbers, formulas, code, options, labels."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _NUMBER_WORDS: Final = re.compile(
 )
 """Numbers in words."""
 _WORDS_PER_TYPO: Final = 12
-"""Words per misspelled one; each question has at least one typo."""
+"""Words per misspelled word; each question has at least one typo."""
 _WOMEN: Final = (
     "Abigail Ada Agnes Aisha Alice Alicia Amanda Amelia Amina Amy Ana Andrea Angela Anita Anna Anne Annie Barbara "
     "Beatrice Becky Bella Beth Betty Brenda Bridget Camila Carla Carmen Caroline Carrie Catherine Cecilia Chloe "
@@ -77,11 +77,11 @@ _MEN: Final = (
     "Scott Sean Sebastian Simon Stan Stephen Steve Steven Stuart Ted Terry Theodore Thomas Tim Timothy Toby Tom "
     "Tommy Tony Trevor Tyler Victor Vincent Walter William Xavier Zachary"
 )
-# Each list is of one gender, so that the pronouns of a question still fit.
+# The names in each list have the same gender, so that the pronouns of a question still fit.
 FIRST_NAMES: Final = (tuple(_WOMEN.split()), tuple(_MEN.split()))
 INTERCHANGEABLE: Final = {name: names for names in FIRST_NAMES for name in names}
 """The list of names that can replace each name."""
-# The line of the first option, where one of the second follows; options may have several lines.
+# The line of the first option, if a line of the second option follows; options may have several lines.
 _OPTIONS: Final = re.compile(
     r"^[ \t]*(?:Options|Choices):[ \t]*$|^[ \t]*(\(?)A([.)])[ \t]+\S(?=.*?\n[ \t]*\1B\2[ \t]+\S)",
     re.MULTILINE | re.DOTALL,
@@ -124,7 +124,7 @@ def add_framing(example: Example, draw: random.Random) -> Example | None:
 
 
 def rename_people(example: Example, draw: random.Random) -> Example | None:
-    """Replace first names consistently, but not of a person with a surname or title, who may be a public figure."""
+    """Replace first names consistently, except those with a surname or title, who may be public figures."""
     label, text, tail = split_question(example.question)
     names = list(dict.fromkeys(match[0] for match in words(text, min_letters=2) if match[0] in INTERCHANGEABLE))
     if tail:  # In a multiple-choice question, a person named only once may be a scholar or a saint.
@@ -144,7 +144,7 @@ def rename_people(example: Example, draw: random.Random) -> Example | None:
 
 
 def _is_public_figure(name: str, text: str) -> bool:
-    """Whether the name is ever next to a capitalized word that is neither a first name nor the start of a sentence."""
+    """Whether the name is anywhere next to a capitalized word that is neither a first name nor a sentence start."""
     for match in re.finditer(rf"\b{re.escape(name)}\b", text):
         after = re.match(r"(?:\.? )([A-Z][\w.]*)", text[match.end() :])
         if after is not None and text[match.end()] != ".":
@@ -183,7 +183,7 @@ def _misspelled(word: str, draw: random.Random) -> str:
 
 
 def split_question(question: str) -> tuple[str, str, str]:
-    """Split into label, text and tail: a leading `Question:`, what follows, and the options or a final `Answer:`."""
+    """Split into label, text and tail: a leading `Question:`, the text, and the options or a final `Answer:`."""
     label = _LABEL.match(question)
     start = label.end() if label else 0
     following = _OPTIONS.search(question, start) or _ANSWER_CUE.search(question, start)
@@ -199,7 +199,7 @@ def protected_ranges(text: str) -> list[tuple[int, int]]:
 
 
 def words(text: str, *, min_letters: int) -> Iterator[re.Match[str]]:
-    """The words of at least `min_letters` letters outside of protected ranges."""
+    """The words with at least `min_letters` letters outside of protected ranges."""
     ranges = protected_ranges(text)
     for match in re.finditer(rf"[^\W\d_]{{{min_letters},}}", text):
         if not any(start < match.end() and match.start() < end for start, end in ranges):
@@ -207,7 +207,7 @@ def words(text: str, *, min_letters: int) -> Iterator[re.Match[str]]:
 
 
 def last_sentence(text: str) -> int:
-    """The start of the last question, or of the last sentence where none is a question; 0 for a single sentence."""
+    """The start of the last question, or of the last sentence if there is no question; 0 for a single sentence."""
     ranges = protected_ranges(text)
     starts = [0]
     for match in _SENTENCE_END.finditer(text):

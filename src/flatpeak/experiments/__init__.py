@@ -1,4 +1,4 @@
-"""Experiments of many runs: sweeps and their table, statistics over seeds, the comparison of arms."""
+"""Experiments with many runs: sweeps and their table, statistics over seeds, the comparison of arms."""
 
 from typing import TYPE_CHECKING
 

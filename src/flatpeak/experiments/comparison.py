@@ -24,7 +24,7 @@ from flatpeak.experiments.table import SweepTable
 
 Row = Mapping[str, Any]
 FIRST: Final = ".first"
-"""The end of columns with the first step past a threshold, empty where the run never passed it."""
+"""The end of columns with the first step past a threshold; empty if the run never passed it."""
 FINAL: Final = ".final"
 _FACTS: Final = frozenset({"arm", "seed", "status", "reason", "steps", "end", "seconds"})
 """Columns that are neither settings nor metrics."""
@@ -63,18 +63,18 @@ class MetricOfArm:
     never: int
     """Runs that never passed the threshold of a `.first` column; their value is their last step."""
     difference: Difference | None
-    """By paired t on the shared seeds, by Welch's t where no seed is shared; None for the baseline."""
+    """By paired t on the shared seeds, or by Welch's t if no seed is shared; None for the baseline."""
     bootstrap: Difference | None
-    """The BCa interval of the paired difference; None where no seed is shared."""
+    """The BCa interval of the paired difference; None if no seed is shared."""
     p_holm: float
     """Adjusted for the arms of this metric."""
     seeds_needed: int | None
-    """For the observed paired difference, at the comparison's level and power; None where it has no answer."""
+    """For the observed paired difference, at the comparison's level and power; None if it cannot be computed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutcomeOfArm:
-    """One outcome of an arm: the share of runs with a yes and McNemar's test against the baseline."""
+    """One outcome of an arm: the share of runs with a yes, and McNemar's test against the baseline."""
 
     arm: str
     yes: int
@@ -85,14 +85,14 @@ class OutcomeOfArm:
     high: float
     """Wilson's 95% interval of the share."""
     mcnemar: McNemar | None
-    """On the shared seeds; None for the baseline and where no seed is shared."""
+    """On the shared seeds; None for the baseline and if no seed is shared."""
     p_holm: float
     seeds_needed: int | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Every arm of a table beside the baseline."""
+    """Every arm of a table compared with the baseline."""
 
     baseline: str
     header: Mapping[str, str]
@@ -108,7 +108,7 @@ class Comparison:
 
     @property
     def unfinished(self) -> tuple[UnfinishedRun, ...]:
-        """The runs that no statistic contains."""
+        """The runs that are left out of all statistics."""
         return tuple(run for arm in self.arms for run in arm.unfinished)
 
 
@@ -123,9 +123,9 @@ def compare(
 ) -> Comparison:
     """Compare every arm of the table with the baseline, by default the table's first arm.
 
-    `metrics` are columns, patterns with `*`, or metrics whose `.final` is meant; by default all `.final` and `.first`
-    columns. `at_least` adds outcomes: whether a column is at least a value. Columns of true and false are outcomes, and
-    so is whether a `.first` column has a step. An arm with several settings counts as several.
+    `metrics` are columns, patterns with `*`, or names of metrics, which mean their `.final`; by default all `.final`
+    and `.first` columns. `at_least` adds outcomes: whether a column is at least a value. Columns of true and false are
+    outcomes, and so is whether a `.first` column has a step. An arm with several settings counts as several arms.
     """
     arms = read_arms(table)
     names = [arm.name for arm in arms]
@@ -134,7 +134,7 @@ def compare(
         values = [name for name in names if name.startswith(f"{chosen},")]
         if values:
             raise UserError(f"baseline {chosen!r} has several values, each an arm: choose one of {', '.join(values)}")
-        raise UserError(f"baseline {chosen!r} is no arm of the table, which has {', '.join(names)}")
+        raise UserError(f"baseline {chosen!r} is not an arm of the table, which has {', '.join(names)}")
     if not (0 < alpha < 1 and 0 < power < 1):
         raise UserError(f"alpha={alpha}, power={power}: give shares between 0 and 1, such as 0.05 and 0.9")
     done = [row for arm in arms for row in arm.done.values()]
@@ -160,7 +160,7 @@ def compare(
 
 
 def read_arms(table: SweepTable) -> list[ArmRuns]:
-    """The arms of a table in its order; an arm with several settings is several, named `arm,key=value`."""
+    """The arms of a table in its order; an arm with several settings becomes several, named `arm,key=value`."""
     for column in ("arm", "seed"):
         if column not in table.columns:
             raise UserError(f"the table has no column {column!r}: give the table.csv of a sweep")
@@ -179,7 +179,7 @@ def read_arms(table: SweepTable) -> list[ArmRuns]:
         twice = [seed for seed in seeds if seeds.count(seed) > 1]
         if twice:
             raise UserError(f"arm {name} has {seeds.count(twice[0])} rows of seed {twice[0]}: leave one in the table")
-        # A table without the column has finished runs only.
+        # A table without the column contains only finished runs.
         done = {row["seed"]: row for row in own if row.get("status", "done") == "done"}
         unfinished = tuple(
             UnfinishedRun(arm=name, seed=row["seed"], status=str(row["status"]), reason=row.get("reason"))
@@ -191,7 +191,7 @@ def read_arms(table: SweepTable) -> list[ArmRuns]:
 
 
 def arm_names(table: SweepTable) -> list[str]:
-    """The name of each row's arm, with those settings that distinguish it from others of the name."""
+    """The name of each row's arm, with the settings that distinguish it from other arms of that name."""
     variants: dict[str, dict[tuple[str, ...], None]] = {}
     for row in table.rows:
         variants.setdefault(row["arm"], {})[settings_key(table, row)] = None
@@ -207,7 +207,7 @@ def arm_names(table: SweepTable) -> list[str]:
 
 
 def settings_key(table: SweepTable, row: Row) -> tuple[str, ...]:
-    """The settings of a row, which identify its arm together with the arm's own name."""
+    """The settings of a row, which together with the arm's name identify its arm."""
     return tuple(repr(row[key]) for key in _settings(table))
 
 
@@ -216,7 +216,7 @@ def _settings(table: SweepTable) -> tuple[str, ...]:
 
 
 def _distinguishing(combinations: Sequence[tuple[str, ...]]) -> list[int]:
-    """The positions that distinguish the combinations, without those that add nothing to the ones before."""
+    """The positions that distinguish the combinations, without those that add nothing to earlier ones."""
     chosen: list[int] = []
     distinct = 1
     for index in range(len(combinations[0])):
@@ -227,7 +227,7 @@ def _distinguishing(combinations: Sequence[tuple[str, ...]]) -> list[int]:
 
 
 def metric_columns(table: SweepTable, rows: Sequence[Row], patterns: Sequence[str] = ()) -> list[str]:
-    """The columns that the patterns choose, of those that hold metrics; without patterns `.final` and `.first`."""
+    """The columns of metrics that the patterns choose; without patterns, `.final` and `.first`."""
     start = table.columns.index("seed") + 1
     known = [column for column in table.columns[start:] if column not in _FACTS]
     if not patterns:
@@ -249,14 +249,14 @@ def metric_columns(table: SweepTable, rows: Sequence[Row], patterns: Sequence[st
 
 def never_passed(row: Row, column: str) -> bool:
     """Whether a run logged the metric of a `.first` column and never passed its threshold."""
-    # The best value is missing only where the run never logged the metric.
+    # The best value is missing only if the run never logged the metric.
     return (
         column.endswith(FIRST) and row[column] is None and row.get(f"{column.removesuffix(FIRST)}.best", 0) is not None
     )
 
 
 def metric_value(row: Row, column: str) -> float | None:
-    """The value of a finished run, None where it is missing; the last step of a run that never passed a threshold."""
+    """The value of a finished run, None if it is missing; the last step of a run that never passed a threshold."""
     value = row.get("steps") if never_passed(row, column) else row[column]
     if isinstance(value, str | list | Mapping):
         raise UserError(f"column {column} has {value!r}: choose a column of numbers by --metric")
@@ -306,11 +306,11 @@ def _seeds_for(difference: Difference | None, *, alpha: float, power: float) -> 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """A question of yes or no to every finished run."""
+    """A yes-or-no question about every finished run."""
 
     column: str
     at_least: float | None = None
-    """The value that answers yes; None for columns of true and false, and for `.first`, where any step does."""
+    """The value from which the answer is yes; None for columns of true and false, and for `.first` (any step)."""
 
     def __str__(self) -> str:
         if self.at_least is not None:
@@ -318,13 +318,15 @@ class Outcome:
         return f"{self.column} reached" if self.column.endswith(FIRST) else self.column
 
     def of(self, row: Row) -> bool | None:
-        """The answer of one run; None where its value is missing."""
+        """The answer for one run; None if its value is missing."""
         value = row[self.column]
         if self.at_least is not None:
             number = metric_value(row, self.column)
             return None if number is None else number >= self.at_least
         if self.column.endswith(FIRST):
-            return False if never_passed(row, self.column) else None if value is None else True
+            if never_passed(row, self.column):
+                return False
+            return None if value is None else True
         return None if value is None else bool(value)
 
 

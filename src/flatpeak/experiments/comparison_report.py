@@ -1,4 +1,4 @@
-"""A comparison as Markdown and JSON, and its files beside the table: comparison.md, comparison.json and plots."""
+"""A comparison as Markdown and JSON, and its files next to the table: comparison.md, comparison.json and plots."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ TABLE: Final = "table.csv"
 CURVES: Final = "curves.csv"
 GOLD: Final = "reward/gold"
 PROXIES: Final = ("reward/proxy", "reward/mean")
-"""The reward that training pays for: a part of that name, else the total."""
+"""The reward that training optimizes: a part with that name, else the total."""
 KL: Final = "rollout/kl_sequence"
 MOST_ARMS: Final = 12
-"""Arms in the plots that have a panel for each; a table of more, such as that of a tuning sweep, has strips only."""
+"""The most arms for plots with a panel per arm; larger tables, such as of tuning sweeps, have strips only."""
 _MEANINGS: Final = {
     ".final": "mean of the final steps",
     ".last": "last value",
@@ -74,7 +74,7 @@ def write_comparison(
     at_least: Mapping[str, float] | None = None,
     alpha: float = 0.05,
 ) -> Comparison:
-    """Compare the arms of the table at `path`; write comparison.md, comparison.json and plots/ beside it."""
+    """Compare the arms of the table at `path`; write comparison.md, comparison.json and plots/ next to it."""
     table = read_table(path)
     comparison = compare(table, baseline=baseline, metrics=metrics, at_least=at_least, alpha=alpha)
     curves = path.with_name(CURVES)
@@ -94,7 +94,7 @@ def write_comparison(
 
 
 def to_json(comparison: Comparison) -> str:
-    """The whole comparison as a JSON object; numbers that do not exist are null."""
+    """The whole comparison as a JSON object; undefined numbers are null."""
     content = _plain(comparison)
     # The rows themselves are in the table.
     content["arms"] = [{"name": arm.name, "seeds": sorted(arm.done)} for arm in comparison.arms]
@@ -102,7 +102,7 @@ def to_json(comparison: Comparison) -> str:
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """The comparison as Markdown tables, one per metric and outcome, after the runs that none of them contains."""
+    """The comparison as Markdown tables, one per metric and outcome, preceded by the unfinished runs."""
     sections = ["# Arms compared", _runs_line(comparison), *_unfinished_lines(comparison)]
     for column, arms in comparison.metrics.items():
         sections += [f"## {column}", _metric_table(arms, comparison)]
@@ -117,13 +117,15 @@ def to_markdown(comparison: Comparison) -> str:
 
 
 def format_number(value: float) -> str:
-    """Three significant digits; a dash for a number that does not exist."""
+    """Three significant digits; a dash for an undefined number."""
     return "-" if math.isnan(value) else f"{value:.3g}"
 
 
 def format_p(p: float) -> str:
     """Two significant digits, down to .0001."""
-    return "-" if math.isnan(p) else "< 1e-4" if p < 1e-4 else f"{p:.2g}"
+    if math.isnan(p):
+        return "-"
+    return "< 1e-4" if p < 1e-4 else f"{p:.2g}"
 
 
 def _runs_line(comparison: Comparison) -> str:
@@ -203,7 +205,7 @@ def _outcome_table(arms: Sequence[OutcomeOfArm], comparison: Comparison) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose columns are aligned also as plain text."""
+    """A Markdown table whose columns are also aligned as plain text."""
     escaped = [[cell.replace("|", "\\|") for cell in row] for row in (header, *rows)]
     widths = [max(len(row[index]) for row in escaped) for index in range(len(header))]
     lines = [
@@ -239,7 +241,7 @@ def _plain(value: Any) -> Any:
 
 
 def draw_plots(comparison: Comparison, curves: SweepTable | None) -> dict[str, str]:
-    """Draw every plot that the data has; SVG texts by file name."""
+    """Draw every plot for which there is data; SVG texts by file name."""
     styles = arm_styles([arm.name for arm in comparison.arms], baseline=comparison.baseline)
     drawn: dict[str, str] = {}
     slugs = _slugs(comparison.metrics)
@@ -277,7 +279,7 @@ def axis_label(column: str) -> str:
 
 def _draw_curves(curves: SweepTable, comparison: Comparison, styles: dict[str, ArmStyle]) -> dict[str, str]:
     baseline = comparison.baseline
-    # Only finished runs have curves: named by themselves, their arms might need fewer settings than those of the table.
+    # Only finished runs have curves, so names from them alone might need fewer settings than those of the table.
     names = {(row["arm"], settings_key(curves, row)): arm.name for arm in comparison.arms for row in arm.done.values()}
     ended_early = {
         (arm.name, seed)
@@ -323,10 +325,10 @@ def _draw_curves(curves: SweepTable, comparison: Comparison, styles: dict[str, A
 
 
 def hold_last(series: dict[int, float], *, steps: Sequence[int]) -> None:
-    """Continue a series with its last value, as that of a run which a condition ended.
+    """Continue a series with its last value, for a run that ended early by a condition.
 
-    Without it the mean over seeds would be that of the runs which are left: late in training, of those that never met
-    the condition.
+    Otherwise the mean over seeds would cover only the remaining runs: late in training, those that never met the
+    condition.
     """
     if series:
         last = max(series)
@@ -338,7 +340,7 @@ def _values(arm: ArmRuns, column: str) -> dict[int, float | None]:
 
 
 def _ends(arm: ArmRuns, column: str) -> list[tuple[int, bool]]:
-    """(step, whether the threshold was passed there) of every run that logged the metric and its steps."""
+    """(step, whether the threshold was passed there) for every run that logged the metric and its steps."""
     values = _values(arm, column)
     return [
         (int(value), not never_passed(arm.done[seed], column)) for seed, value in values.items() if value is not None
@@ -365,7 +367,7 @@ def _pairs(comparison: Comparison, column: str, values: dict[str, dict[int, floa
 
 
 def _slugs(columns: Iterable[str]) -> dict[str, str]:
-    """Parts of file names for the columns, a number behind those that would be equal to an earlier one."""
+    """Parts of file names for the columns, with a number if they would equal an earlier one."""
     slugs: dict[str, str] = {}
     for column in columns:
         slug = plain = re.sub(r"[^\w.=-]+", "-", column)

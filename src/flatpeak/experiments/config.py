@@ -15,7 +15,7 @@ from flatpeak.errors import UserError
 from flatpeak.utils.schema import StrictConfig
 
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
-"""Names of arms and prefix steps, which are names of directories."""
+"""Allowed names of arms and prefix steps, because they are names of directories."""
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -25,23 +25,25 @@ Axes = dict[str, Annotated[tuple[Any, ...], Field(min_length=1)]]
 
 
 class PrefixStepConfig(StrictConfig):
-    """A step that every seed takes once, before its runs: a function's call, SFT, or a reward model."""
+    """A step taken once per seed, before the seed's runs: a function call, SFT, or a reward model."""
 
     call: str | None = None
     """`file.py:function`, relative to the sweep file, or `module:function`, called with (directory, seed, **arguments);
-    what it returns is ignored."""
+    its result is ignored."""
     arguments: dict[str, Any] = Field(default={})
     sft: str | None = None
     """The recipe of an SFT run, relative to the sweep file, or `flatpeak:NAME`."""
     reward_model: str | None = None
     """The recipe of a reward model's training."""
     settings: dict[str, Any] = Field(default={})
-    """Changes of that recipe, with dotted keys."""
+    """Changes to that recipe, with dotted keys."""
 
     @property
     def kind(self) -> Literal["call", "sft", "reward_model"]:
-        """The one of the three that the step names."""
-        return "call" if self.call is not None else "sft" if self.sft is not None else "reward_model"
+        """The kind of the step, which is the key it sets."""
+        if self.call is not None:
+            return "call"
+        return "sft" if self.sft is not None else "reward_model"
 
     @model_validator(mode="after")
     def _one_kind(self) -> PrefixStepConfig:
@@ -61,7 +63,7 @@ class PrefixStepConfig(StrictConfig):
 
 
 class ArmConfig(StrictConfig):
-    """An arm: a recipe laid over the sweep's, settings, and axes of this arm alone."""
+    """An arm: a recipe merged over the sweep's recipe, settings, and axes for this arm only."""
 
     recipe: str | None = None
     settings: dict[str, Any] = Field(default={})
@@ -69,7 +71,7 @@ class ArmConfig(StrictConfig):
 
 
 class TunedOnConfig(StrictConfig):
-    """The table of another sweep that chooses each arm's values of the axes."""
+    """The table of another sweep from which each arm's values of the axes are chosen."""
 
     table: str
     """table.csv or table.json of a finished sweep over other seeds, relative to the sweep file."""
@@ -96,13 +98,13 @@ class TableConfig(StrictConfig):
     """The columns of the table: metrics, and how each is summarized."""
 
     window: Annotated[int, Field(ge=1)] = 10
-    """Training steps at the end whose mean is `.final`."""
+    """The number of last training steps whose mean is `.final`."""
     metrics: tuple[str, ...] = ("reward/*", "eval/*")
     """Names of metrics, with `*` for any text."""
     best: dict[str, Literal["max", "min"]] = Field(default={})
     """Metrics whose best value is the smallest: `{metric: min}`."""
     first: dict[str, ThresholdConfig] = Field(default={})
-    """Metrics whose first step past a threshold is a column."""
+    """Metrics whose first step past a threshold becomes a column."""
 
     @model_validator(mode="after")
     def _single_metrics(self) -> TableConfig:
@@ -128,7 +130,7 @@ class SweepConfig(StrictConfig):
     recipe: str
     """A file, relative to the sweep file, or `flatpeak:NAME`."""
     settings: dict[str, Any] = Field(default={})
-    """Changes of the recipe for every run, with dotted keys."""
+    """Changes to the recipe for every run, with dotted keys."""
     seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
     """A list, a number, or text such as `100-119` or `1-3,7`."""
     prefix: dict[str, PrefixStepConfig] = Field(default={})
@@ -139,9 +141,9 @@ class SweepConfig(StrictConfig):
     table: TableConfig = TableConfig()
     curves: CurvesConfig | None = None
     keep: Literal["all", "last", "none"] = "last"
-    """The checkpoints that stay of a finished run."""
+    """The checkpoints of a finished run to keep."""
     report: bool = False
-    """Whether every run gets its report page, which takes about a second; `flatpeak report RUN` writes one later."""
+    """Write a report page for every run, which takes about a second; `flatpeak report RUN` writes one later."""
 
     @field_validator("seeds", mode="before")
     @classmethod
@@ -187,7 +189,7 @@ class SweepConfig(StrictConfig):
 
 
 def _odd_key(value: Any) -> Any:
-    """The first key within the value that is no text, which JSON cannot hand over; None where all are."""
+    """The first key in the value that is not text, which JSON cannot pass on; None if all are text."""
     if isinstance(value, Mapping):
         odd = next((key for key in value if not isinstance(key, str)), None)
         return odd if odd is not None else _odd_key(list(value.values()))
@@ -197,14 +199,14 @@ def _odd_key(value: Any) -> Any:
 
 
 def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> SweepConfig:
-    """Read and check a sweep file with what it extends, changed by `key=value` overrides; paths become absolute.
+    """Read and check a sweep file and those it extends, changed by `key=value` overrides; paths become absolute.
 
     Raises UserError: one line with the key and what would be right.
     """
     path = Path(path).expanduser()
     content = _load(path, trail=())
     content = _canonical(apply_overrides(content, overrides), path.resolve().parent)
-    # An empty `axes:` or `prefix:` takes those of the extended file away.
+    # An empty `axes:` or `prefix:` removes the extended file's.
     content = {key: value for key, value in content.items() if value is not None}
     try:
         return SweepConfig.model_validate(content)
@@ -215,7 +217,7 @@ def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> SweepConfig:
 
 
 def _load(path: Path, *, trail: tuple[Path, ...]) -> dict[str, Any]:
-    """The content of a sweep file merged over those that it extends."""
+    """The content of a sweep file merged over the files that it extends."""
     if not path.is_file():
         origin = f" (extended by {trail[-1]})" if trail else ""
         raise UserError(f"sweep file {path} not found{origin}: give a YAML file, see docs/sweeps.md")
@@ -234,7 +236,7 @@ def _load(path: Path, *, trail: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _canonical(content: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """The content with absolute paths and dotted keys of recipes, so that files merge whatever their spelling."""
+    """The content with absolute paths and dotted keys of recipes, so that files merge for any spelling."""
     result = dict(content)
     for key in ("settings", "axes"):
         if isinstance(result.get(key), Mapping):
@@ -259,7 +261,7 @@ def _canonical_entry(entry: Any, paths: Sequence[str], directory: Path) -> Any:
 
 
 def _absolute(name: Any, directory: Path) -> Any:
-    """A path relative to the sweep file as an absolute one; names of shipped recipes and of modules stay."""
+    """A path relative to the sweep file as an absolute path; names of shipped recipes and modules stay unchanged."""
     if not isinstance(name, str) or name.startswith(SHIPPED):
         return name
     file, colon, function = name.rpartition(":")
@@ -269,9 +271,12 @@ def _absolute(name: Any, directory: Path) -> Any:
 
 
 def dotted(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted keys, the later of two equal ones standing; lists and empty mappings are values."""
+    """Nested mappings as dotted keys; later values of equal keys win. Lists and empty mappings are values."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
         path = f"{prefix}{key}"
-        flat |= dotted(value, f"{path}.") if isinstance(value, Mapping) and value else {path: value}
+        if isinstance(value, Mapping) and value:
+            flat |= dotted(value, f"{path}.")
+        else:
+            flat[path] = value
     return flat

@@ -32,14 +32,14 @@ class McNemar:
     neither: int
     low: float
     high: float
-    """Ends of Tango's score interval. It may leave out 0 where the exact test, which is stricter, does not reject."""
+    """Ends of Tango's score interval. It may exclude 0 although the exact test, which is stricter, does not reject."""
     confidence: float
     p: float
     """Two-sided; 1 without discordant pairs."""
     p_more: float
-    """One-sided: of the arm having no more yes than the baseline."""
+    """One-sided; tests that the arm has no more yes than the baseline."""
     p_fewer: float
-    """One-sided: of the arm having no fewer yes than the baseline."""
+    """One-sided; tests that the arm has no fewer yes than the baseline."""
 
     @property
     def estimate(self) -> float:
@@ -53,7 +53,7 @@ def mcnemar_exact(
     *,
     confidence: float = 0.95,
 ) -> McNemar:
-    """Compare two arms that end in yes or no on shared seeds, by the binomial test of the discordant pairs.
+    """Compare two arms with a yes or no on shared seeds, by the binomial test of the discordant pairs.
 
     McNemar 1947, exact as in Fagerland et al. 2013; the interval is Tango's (1998).
     """
@@ -103,7 +103,7 @@ def tango_interval(only_a: int, only_baseline: int, n: int, *, confidence: float
             return deviation / math.sqrt(variance)
         return math.copysign(math.inf, deviation) if deviation else 0.0
 
-    # T falls as D grows; at the ends of its range T is infinite unless they were observed.
+    # T decreases in D; at the ends of its range T is infinite unless they were observed.
     bisect = import_module("scipy.optimize").bisect
     low = -1.0 if observed == -1 else bisect(lambda d: statistic(d) - z, -1.0, observed, xtol=1e-15)
     high = 1.0 if observed == 1 else bisect(lambda d: statistic(d) + z, observed, 1.0, xtol=1e-15)
@@ -118,16 +118,16 @@ def power_of_mcnemar(n: int, *, only_a: float, only_baseline: float, alpha: floa
     """The probability that McNemar's two-sided exact test rejects with n seeds.
 
     `only_a` and `only_baseline` are the probabilities of the two discordant outcomes. The number of discordant seeds is
-    binomial, and so, given that number, is the number of each kind: both are summed over exactly.
+    binomial, and given that number, so is the number of each kind: both are summed exactly.
     """
     rejections = _rejections(max(n, 0), only_a, only_baseline, alpha)
     return _mean_over_discordant(n, rejections, only_a + only_baseline) if n > 0 else 0.0
 
 
 def seeds_needed_mcnemar(*, only_a: float, only_baseline: float, alpha: float = 0.05, power: float = 0.9) -> int | None:
-    """The fewest seeds with which McNemar's exact test has the power; None for more than MOST_SEEDS_MCNEMAR.
+    """The fewest seeds with which McNemar's exact test has the power; None if more than MOST_SEEDS_MCNEMAR.
 
-    The power of an exact test may fall by a little from one n to the next; this is the first n that has it.
+    The power of an exact test may fall slightly from one n to the next; this is the first n with the power.
     """
     check_share("power", power)
     rejections = _rejections(MOST_SEEDS_MCNEMAR, only_a, only_baseline, alpha)
@@ -140,7 +140,7 @@ def seeds_needed_mcnemar(*, only_a: float, only_baseline: float, alpha: float = 
 def _rejections(most: int, only_a: float, only_baseline: float, alpha: float) -> NDArray[np.float64]:
     """The probability that the exact test rejects, given m discordant seeds, for m = 0 to `most`.
 
-    It rejects where the rarer outcome has at most c(m) seeds, the largest c with 2 P(X <= c) <= alpha for
+    It rejects if the rarer outcome has at most c(m) seeds, the largest c with 2 P(X <= c) <= alpha for
     X of m fair tosses.
     """
     check_share("alpha", alpha)

@@ -1,4 +1,4 @@
-"""The plan of a sweep: every prefix step and run, resolved and checked before anything runs; torch is not loaded."""
+"""The plan of a sweep: all prefix steps and runs, resolved and checked before anything runs; torch is not loaded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._+-]+")
 _OWN_KEYS = ("run.name", "run.directory", "run.seed")
 _LONGEST_VALUE = 40
-"""Characters of an axis's value in a directory's name."""
+"""The most characters of an axis's value in a directory's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +37,15 @@ class PrefixStep:
     seed: int
     name: str
     config: PrefixStepConfig
-    """The step as the sweep file has it, `${seed}` and `${prefix}` replaced."""
+    """The step in the sweep file, with `${seed}` and `${prefix}` replaced."""
     path: Path
-    """The directory that the step makes."""
+    """The directory that the step creates."""
     recipe: RunConfig | None
     """The checked recipe of SFT or of a reward model."""
     written: Mapping[str, Any] | None
     """The same recipe before its defaults are added."""
     fingerprint: str
-    """A hash of everything that decides its result, the steps before it included."""
+    """A hash of everything that determines its result, including earlier steps."""
 
     @property
     def label(self) -> str:
@@ -79,7 +79,7 @@ class PlannedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPlan:
-    """Everything that a sweep makes, in the order in which it is begun."""
+    """Everything that a sweep makes, in the order in which it begins."""
 
     config: SweepConfig
     directory: Path
@@ -90,11 +90,11 @@ class SweepPlan:
     """By arm, axes and seed."""
     processes: int
     choices: tuple[str, ...] = ()
-    """A line for each arm whose values were chosen on another sweep's table."""
+    """A line for each arm whose values were chosen from another sweep's table."""
 
     @property
     def by_seed(self) -> list[PrefixStep | PlannedRun]:
-        """Prefix steps and runs, seed after seed, so that pairs of arms are complete early."""
+        """Prefix steps and runs, seed by seed, so that pairs of arms are complete early."""
         cells: list[PrefixStep | PlannedRun] = []
         for seed in self.config.seeds:
             cells += [step for step in self.steps if step.seed == seed]
@@ -113,10 +113,10 @@ class _Variant:
 
 
 def build_plan(config: SweepConfig, *, processes: int | None = None) -> SweepPlan:
-    """Resolve and check every recipe of a sweep. Raises UserError naming the run.
+    """Resolve and check every recipe of a sweep. Raises UserError with the run's name.
 
-    `processes` None: as many as the cores that this process may use hold, by `run.threads`. With several, recipes that
-    leave `run.threads` open take one thread.
+    `processes` None: as many as fit onto the cores that this process may use, given `run.threads`. With several
+    processes, recipes that do not set `run.threads` use one thread.
     """
     directory = Path(config.directory) / config.name
     tuned = _tuned(config)
@@ -174,7 +174,7 @@ def _choice(arm: str, values: TunedValues, config: SweepConfig) -> str:
 
 
 def process_count(variants: Sequence[_Variant], config: SweepConfig, processes: int | None) -> int:
-    """The number of worker processes: those asked for, else what the cores hold; no more than there is work for."""
+    """The number of worker processes: as requested, else as the cores allow; never more than there is work for."""
     if processes is not None and processes < 1:
         raise UserError(f"--processes {processes}: give at least 1")
     work = len(variants) * len(config.seeds)
@@ -185,14 +185,14 @@ def process_count(variants: Sequence[_Variant], config: SweepConfig, processes: 
 
 
 def _threads(recipe: Mapping[str, Any]) -> int | None:
-    """The threads that a recipe gives; None where it gives none, or what the recipe's own check refuses."""
+    """The threads that a recipe sets; None if it sets none, or a value that the recipe's check will refuse."""
     run = recipe.get("run")
     value = run.get("threads") if isinstance(run, Mapping) else None
     return int(value) if isinstance(value, int) or (isinstance(value, str) and value.isdecimal()) else None
 
 
 def _tuned(config: SweepConfig) -> dict[str, TunedValues]:
-    """The values of each arm that has axes, where they are chosen on another sweep's table."""
+    """The values of each arm with axes, if they are chosen from another sweep's table."""
     if config.tuned_on is None:
         return {}
     table = read_tuning(config.tuned_on, config.seeds)
@@ -204,7 +204,7 @@ def _tuned(config: SweepConfig) -> dict[str, TunedValues]:
 
 
 def _variants(config: SweepConfig, tuned: Mapping[str, TunedValues]) -> list[_Variant]:
-    """Every arm with every combination of the axes' values, or the one chosen, by arm, in the order of the file."""
+    """Every arm with every combination of the axes' values, or the chosen one; by arm, in the order of the file."""
     base = apply_settings(load_recipe(config.recipe), config.settings)
     variants: list[_Variant] = []
     for arm, section in config.arms.items():
@@ -228,13 +228,13 @@ def _variants(config: SweepConfig, tuned: Mapping[str, TunedValues]) -> list[_Va
 
 
 def combinations(config: SweepConfig, arm: ArmConfig) -> list[dict[str, Any]]:
-    """Every combination of the values of the sweep's axes and of the arm's own, whose values go first."""
+    """Every combination of the values of the sweep's axes and the arm's axes; the arm's values come first."""
     axes = {**config.axes, **arm.axes}
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
 def _variant_name(arm: str, axes: Mapping[str, Any]) -> str:
-    """`gr,strength=1`: keys by their last component where that is one axis alone, values as file names."""
+    """`gr,strength=1`: keys by their last component if only one axis has it, values as file names."""
     ends = [key.rpartition(".")[2] for key in axes]
     labels = {key: end if ends.count(end) == 1 else key for key, end in zip(axes, ends, strict=True)}
     return "".join((arm, *(f",{labels[key]}={_file_name(value)}" for key, value in axes.items())))
@@ -266,7 +266,7 @@ def _resolve(
 
 
 def _own(recipe: Mapping[str, Any], *, name: str, directory: Path, seed: int, threads: int | None) -> dict[str, Any]:
-    """The recipe with the sweep's name, directory and seed, and its threads unless it has some."""
+    """The recipe with the sweep's name, directory and seed, and its threads unless the recipe sets them."""
     own: dict[str, Any] = dict(zip(_OWN_KEYS, (name, str(directory), seed), strict=True))
     run = recipe.get("run")
     if threads is not None and not (isinstance(run, Mapping) and run.get("threads") is not None):
@@ -316,7 +316,7 @@ def _plan_step(
 
 
 def _check_call(call: str) -> None:
-    """UserError where the file of a call is missing or defines no such name; it is not run."""
+    """UserError if the file of a call is missing or defines no such name; the file is not run."""
     source, _, function = call.rpartition(":")
     if not source or not function:
         raise UserError(f"call={call!r}: write file.py:function or module:function")
@@ -345,9 +345,9 @@ def _names(node: ast.Assign) -> list[ast.Name]:
 
 
 def substitute(value: Any, *, seed: int, prefix: Path | None) -> Any:
-    """Replace `${seed}` and `${prefix}` in every string; a string that is `${seed}` alone becomes the number.
+    """Replace `${seed}` and `${prefix}` in every string; a string that is just `${seed}` becomes the number.
 
-    Paths, which a Python caller may give, become strings.
+    Paths from a Python caller become strings.
     """
     if isinstance(value, os.PathLike):
         value = os.fspath(value)

@@ -1,6 +1,6 @@
 """Plots of arms over seeds as SVG texts: curves with bands, paired dots, gold against sqrt(KL), survival, strips.
 
-The same input gives the same bytes. An arm has one colour, marker and dash in every figure (colours: Paul Tol's muted
+Equal input gives equal bytes. An arm has the same colour, marker and dash in every figure (colours: Paul Tol's muted
 scheme, SRON/EPS/TN/09-002, distinct for any colour vision; markers and dashes for prints in grey).
 """
 
@@ -27,19 +27,19 @@ _MARGIN: Final = 0.05
 """The share of the scale that is left free above and below."""
 _FAINT: Final = 0.18
 _MOST_TOGETHER: Final = 5
-"""Arms in one pair of axes; with more, each has a panel of its own beside the baseline."""
+"""The most arms in one pair of axes; if there are more, each has a panel beside the baseline."""
 _COLUMNS: Final = 3
 _PANEL_INCHES: Final = (3.0, 2.5)
 _LETTER_INCHES: Final = 0.07
 """The width of a letter in legends and titles."""
 _SHORT: Final = 20
-"""Letters of arms' names that leave room for a second column of a legend."""
+"""Letters of arms' names up to which a legend has room for a second column."""
 _SINGLE_INCHES: Final = (5.6, 3.6)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArmStyle:
-    """The looks of an arm in all figures."""
+    """The appearance of an arm in all figures."""
 
     color: str
     marker: str
@@ -56,7 +56,7 @@ class PairedValues:
 
 
 def arm_styles(arms: Sequence[str], *, baseline: str | None) -> dict[str, ArmStyle]:
-    """Give each arm its style by its place among the others; the baseline is black with a full line."""
+    """Give each arm its style by its position; the baseline is black with a full line."""
     others = [arm for arm in arms if arm != baseline]
     styles = {} if baseline is None else {baseline: ArmStyle(color=_BASELINE, marker="o", dash="-")}
     styles |= {
@@ -102,7 +102,7 @@ def gold_against_kl(
 ) -> str:
     """Draw gold and proxy over the square root of the KL (Gao et al. 2022), the proxy dashed and without a band.
 
-    A run has its series by metric. A point is a step: the root of the mean KL over seeds and the mean reward there.
+    A run has its series by metric. A point is a step: the root of the mean KL over seeds, and the mean reward there.
     """
     x_label, y_label = f"√KL to the reference ({kl}), √nat", f"{gold} (full), {proxy} (dashed)"
     with _figure(f"{gold} against {kl}", runs, baseline, x=x_label, y=y_label) as (panels, text):
@@ -137,7 +137,7 @@ def survival(
 ) -> str:
     """Draw the share of runs that have not passed a threshold yet, over steps (Kaplan and Meier 1958).
 
-    A run is (step, passed): the step at which it passed, or its last one, where its curve has a tick.
+    A run is (step, passed): the step at which it passed, or its last step, which the curve marks with a tick.
     """
     with _figure(f"survival {label}", runs, baseline, x="training step", y=label) as (panels, text):
         for axes, arms in panels:
@@ -147,7 +147,7 @@ def survival(
                 passed = [step for step, passed in runs[arm] if passed]
                 stats = scipy_stats()
                 curve = stats.ecdf(stats.CensoredData(uncensored=passed, right=last)).sf
-                # Where curves coincide, the wider lower one remains visible.
+                # If curves coincide, the wider lower curve remains visible.
                 width = max(1.2, 3.2 - 0.6 * index)
                 axes.step(
                     [0, *curve.quantiles], [1, *curve.probabilities], where="post", color=style.color,
@@ -166,7 +166,7 @@ def strip(
     styles: Mapping[str, ArmStyle],
     label: str,
 ) -> str:
-    """Draw one dot per run in a row per arm, above it the mean over seeds with its 95% t interval."""
+    """Draw one dot per run in a row per arm, with the mean over seeds and its 95% t interval above."""
     inches = 4.5 + _LETTER_INCHES * _longest(values), 1.0 + 0.42 * len(values)
     with svg_canvas(f"strip {label}", inches) as (figure, text):
         axes = figure.add_subplot()
@@ -192,7 +192,7 @@ def paired_dots(
     baseline: str,
     label: str,
 ) -> str:
-    """Draw each seed as a line from the baseline to the arm, beside it the mean difference with its 95% interval.
+    """Draw each seed as a line from the baseline to the arm, and beside it the mean difference with its 95% interval.
 
     The difference has the axis on the right, whose 0 is level with the baseline's mean.
     """
@@ -239,7 +239,7 @@ def _limit(panels: Sequence[tuple[Any, list[str]]], values: Iterable[float]) -> 
 
 
 def _with_n(arm: str, means: Sequence[MeanEstimate]) -> str:
-    """The arm with its number of seeds, which may fall where runs end early."""
+    """The arm with its number of seeds, which may decrease if runs end early."""
     counts = sorted({mean.n for mean in means})
     return f"{arm}, n = {'-'.join(map(str, dict.fromkeys([*counts[:1], *counts[-1:]])))}"
 
@@ -284,7 +284,7 @@ def _draw_interval(
 
 
 def _spread(values: Sequence[float]) -> list[float]:
-    """Offsets around 0.1 that keep equal and near values apart, at most 0.3 away; the same for the same values."""
+    """Offsets around 0.1 that separate equal and near values, at most 0.3 away; equal values give equal offsets."""
     reach = (max(values) - min(values)) / 40 if values else 0.0
     before = [sum(abs(value - other) <= reach for other in values[:index]) for index, value in enumerate(values)]
     step = min(0.08, 0.6 / (max(before, default=0) + 1))
@@ -299,7 +299,7 @@ def _longest(arms: Iterable[str]) -> int:
 def _figure(
     name: str, runs: Mapping[str, Any], baseline: str | None, *, x: str, y: str
 ) -> Iterator[tuple[list[tuple[Any, list[str]]], io.StringIO]]:
-    """Axes with the arms that they hold: all in one, or where they are many one for each beside the baseline."""
+    """Axes with their arms: all arms in one pair of axes, or if there are many, one pair per arm with the baseline."""
     arms = list(runs)
     others = [arm for arm in arms if arm != baseline]
     first = [baseline] if baseline in runs and baseline is not None else []
@@ -314,7 +314,7 @@ def _figure(
 
 @contextmanager
 def _grid(name: str, panels: int, *, longest: int, x: str, y: str) -> Iterator[tuple[list[Any], io.StringIO]]:
-    """Rows of panels on common scales with one label for each axis; unused panels stay empty."""
+    """Rows of panels on common scales with one label per axis; unused panels stay empty."""
     columns = min(_COLUMNS, panels)
     rows = -(-panels // columns)
     panel_width = max(_PANEL_INCHES[0], _LETTER_INCHES * (longest + 20))
@@ -323,7 +323,7 @@ def _grid(name: str, panels: int, *, longest: int, x: str, y: str) -> Iterator[t
         grid = list(figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat)
         for index, axes in enumerate(grid):
             axes.set_visible(index < panels)
-            # Under the lowest panel of each column stand the numbers of the common axis.
+            # The lowest panel of each column shows the numbers of the common axis.
             axes.tick_params(labelbottom=index + columns >= panels)
             tidy(axes)
         figure.supxlabel(x, fontsize=9)

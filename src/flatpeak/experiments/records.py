@@ -1,4 +1,4 @@
-"""The state of a sweep's runs on disk: records of outcomes, changed recipes, and the checkpoints that stay."""
+"""The state of a sweep's runs on disk: records of outcomes, changed recipes, and the checkpoints to keep."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from flatpeak.utils.user_code import REFERENCES, file_digest, one_line
 CellStatus = Literal["done", "failed", "stopped", "missing"]
 """`stopped`: begun, and to be continued from its checkpoint; `missing`: not begun."""
 RECORD = "sweep.json"
-"""The sweep's own file in a run's directory."""
+"""The sweep's file in a run's directory."""
 LOG = "output.log"
 """The prints of a run."""
 _REMOVED = ".removed-"
-# Of the section `run`, all but the seed: none of it changes a result, and a sweep chooses the threads by its processes.
+# All of the section `run` except the seed: it cannot change a result, and a sweep sets the threads by its processes.
 _HARMLESS = tuple(f"run.{name}" for name in type(RunConfig().run).model_fields if name != "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CellRecord:
-    """The outcome of a run or prefix step, as the sweep last saw it."""
+    """The outcome of a run or prefix step, as last recorded by the sweep."""
 
     status: Literal["started", "done", "stopped", "failed"]
     reason: str | None = None
     prefix: str = ""
-    """The fingerprint of the prefix that a run starts from; of a prefix step its own."""
+    """The fingerprint of the prefix that a run starts from; a prefix step's own fingerprint."""
     seconds: float = 0.0
     """Wall time of the last start."""
     code: str | None = None
-    """Of a call: the digest of its function's file when it began."""
+    """For a call: the digest of its function's file when it began."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class CellState:
 
 
 def record_path(cell: PrefixStep | PlannedRun) -> Path:
-    """The path of a cell's record: in a run's directory, beside a prefix step's, which is the step's own to fill."""
+    """The path of a cell's record: in a run's directory, but next to a prefix step's, which only the step fills."""
     return cell.path / RECORD if isinstance(cell, PlannedRun) else cell.path.with_name(f"{cell.name}.json")
 
 
@@ -68,7 +68,7 @@ def log_path(cell: PrefixStep | PlannedRun) -> Path:
 
 
 def read_record(cell: PrefixStep | PlannedRun) -> CellRecord | None:
-    """The record of a cell; None where it has none that can be read."""
+    """The record of a cell; None if there is none that can be read."""
     try:
         return CellRecord(**json.loads(record_path(cell).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -76,7 +76,7 @@ def read_record(cell: PrefixStep | PlannedRun) -> CellRecord | None:
 
 
 def write_record(cell: PrefixStep | PlannedRun, record: CellRecord) -> None:
-    """Write the record of a cell, whole or not at all. Raises RunError where the disk does not take it."""
+    """Write the record of a cell atomically. Raises RunError if the disk refuses it."""
     path = record_path(cell)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def write_record(cell: PrefixStep | PlannedRun, record: CellRecord) -> None:
 
 
 def cell_state(cell: PrefixStep | PlannedRun) -> CellState:
-    """The state of a cell. A run is done where its own summary says so, also if the sweep died before it knew."""
+    """The state of a cell. A run is done if its own summary says so, even if the sweep died before recording it."""
     record = read_record(cell)
     summary = _summary(cell) if isinstance(cell, PlannedRun) else None
     if (summary is not None and summary.status == "done") or (
@@ -108,7 +108,7 @@ def _summary(run: PlannedRun) -> RunSummary | None:
 
 
 def changed_keys(cell: PrefixStep | PlannedRun) -> str | None:
-    """The settings in which a cell differs from its files on disk, as `key: old -> new`; None where nothing does."""
+    """The settings in which a cell differs from its files on disk, as `key: old -> new`; None if there are none."""
     written_config = RunPaths(cell.path).config
     if cell.recipe is not None and written_config.exists():
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -125,9 +125,9 @@ def changed_keys(cell: PrefixStep | PlannedRun) -> str | None:
 
 
 def changed_code(cell: PrefixStep | PlannedRun) -> tuple[str, ...]:
-    """The functions of the user's, as `key=file.py:name`, whose file is another than when steps of the cell were made.
+    """The user's functions, as `key=file.py:name`, whose file has changed since steps of the cell were made.
 
-    Nothing is known of a file that is gone, or of a manifest that cannot be read.
+    Files that are gone, and manifests that cannot be read, count as unchanged.
     """
     then = _code_of_call(cell) if cell.recipe is None else code_in_steps(read_starts(RunPaths(cell.path).manifest))
     references = {"call": call_of(cell)} if cell.recipe is None else flatten(cell.recipe.model_dump(mode="json"))
@@ -137,7 +137,7 @@ def changed_code(cell: PrefixStep | PlannedRun) -> tuple[str, ...]:
 
 
 def has_steps(cell: PrefixStep | PlannedRun) -> bool:
-    """Whether a cell is done, or has a checkpoint after its beginning: what a next start keeps."""
+    """Whether a cell is done, or has a checkpoint after its start that a next start would keep."""
     paths = RunPaths(cell.path)
     steps = (*checkpoint_steps(paths.checkpoints), *checkpoint_steps(paths.sft_checkpoints))
     return any(steps) or cell_state(cell).status == "done"
@@ -150,15 +150,15 @@ def call_of(cell: PrefixStep | PlannedRun) -> str | None:
 
 def _code_of_call(cell: PrefixStep | PlannedRun) -> dict[str, set[str]]:
     record = read_record(cell)
-    if record is None or record.status != "done" or record.code is None:  # an unfinished call is made anew
+    if record is None or record.status != "done" or record.code is None:  # an unfinished call is repeated
         return {}
     return {"call": {record.code}}
 
 
 def check_functions(cell: PrefixStep | PlannedRun) -> None:
-    """Raise UserError where a file that the recipe names a function of is missing, no Python, or has no such name.
+    """Raise UserError if a file of a function in the recipe is missing, is not Python, or lacks the name.
 
-    Nothing is run of it: this is for runs that are to be deleted, which could not be made again.
+    Nothing in it is run: this check is for runs that are to be deleted and could then not be made again.
     """
     recipe = {} if cell.recipe is None else flatten(cell.recipe.model_dump(mode="json"))
     for key, reference in recipe.items():
@@ -181,7 +181,7 @@ def _changed(old: Mapping[str, Any], recipe: RunConfig) -> dict[str, str]:
 
 
 def remove_cell(cell: PrefixStep | PlannedRun) -> None:
-    """Delete a run or prefix step with its record. What a kill leaves of it goes by no run's name."""
+    """Delete a run or prefix step with its record. Remains after a kill do not have a run's name."""
     record_path(cell).unlink(missing_ok=True)
     if isinstance(cell, PrefixStep):
         log_path(cell).unlink(missing_ok=True)
@@ -194,7 +194,7 @@ def remove_cell(cell: PrefixStep | PlannedRun) -> None:
 
 
 def prune_checkpoints(run: Path, *, keep: Literal["all", "last", "none"]) -> None:
-    """Delete the checkpoints of a finished run but for its last, or all; the run's summary names those that stay."""
+    """Delete the checkpoints of a finished run except its last, or all; its summary lists the remaining ones."""
     if keep == "all":
         return
     paths = RunPaths(run)
@@ -215,7 +215,7 @@ def prune_checkpoints(run: Path, *, keep: Literal["all", "last", "none"]) -> Non
 
 
 def refuse_changed(name: str, cells: list[PrefixStep | PlannedRun]) -> None:
-    """Raise UserError where cells were made with other settings, naming the first and its keys."""
+    """Raise UserError if cells were made with other settings, naming the first cell and its keys."""
     changed = [cell for cell in cells if changed_keys(cell) is not None]
     if changed:
         first = changed[0]

@@ -1,4 +1,4 @@
-"""The results of a sweep: the tables of its runs and of their curves, measured from the files of the runs."""
+"""The results of a sweep: the tables of its runs and of their curves, computed from the files of the runs."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from flatpeak.utils.redaction import redact, redact_command
 
 SECONDS_BETWEEN_TABLES = 30.0
 Series = list[tuple[int, float | None]]
-"""(step, value) in the order of the steps; None where the run logged a number that is not finite."""
+"""(step, value) in the order of the steps; None if the run logged a number that is not finite."""
 STATISTICS = ("last", "best", "final", "auc")
 """The statistics of every metric, in the order of their columns."""
 _EVALUATION = "eval/"
 
 
 class TableWriter:
-    """A writer of table.csv, table.json and curves.csv, which reads every finished run once."""
+    """Writes table.csv, table.json and curves.csv, and reads every finished run only once."""
 
     def __init__(self, plan: SweepPlan, *, command: Sequence[str]) -> None:
         self.plan = plan
@@ -42,12 +42,12 @@ class TableWriter:
         self._written = time.monotonic()
 
     def write_if_due(self) -> None:
-        """Write the tables where the last ones are old enough."""
+        """Write the tables if the last ones are old enough."""
         if time.monotonic() - self._written >= SECONDS_BETWEEN_TABLES:
             self.write()
 
     def write(self) -> None:
-        """Write all tables from the present state of the runs."""
+        """Write all tables from the current state of the runs."""
         self._read()
         header = self._header()
         table = self._table(header)
@@ -58,7 +58,7 @@ class TableWriter:
         self._written = time.monotonic()
 
     def counts(self) -> Counter[str]:
-        """The number of runs of each status, at the last write."""
+        """The number of runs with each status, at the last write."""
         return Counter(state.status for state in self._states.values())
 
     def _read(self) -> None:
@@ -71,7 +71,7 @@ class TableWriter:
 
     def _table(self, header: Mapping[str, str]) -> SweepTable:
         config = self.plan.config.table
-        # Metrics with a threshold are there too: an empty `.first` means never only where the run logged the metric.
+        # Metrics with a threshold are included: an empty `.first` means never only if the run logged the metric.
         patterns = (*config.metrics, *config.first)
         names = chosen_names((name for series in self._series.values() for name in series), patterns)
         measured = [f"{name}.{statistic}" for name in names for statistic in STATISTICS]
@@ -112,7 +112,7 @@ class TableWriter:
         return SweepTable(header=header, columns=columns, rows=tuple(rows))
 
     def _header(self) -> dict[str, str]:
-        """The facts of the runs' starts, each listed as often as it differs; of this process before the first run."""
+        """The facts of the runs' starts, each listed once per distinct value; of this process before the first run."""
         starts = [start for run in self.plan.runs for start in read_starts(RunPaths(run.path).manifest)]
         starts = starts or [describe_start(self.command)]
         config = self.plan.config
@@ -159,7 +159,7 @@ def _ranges(seeds: Sequence[int]) -> str:
 def read_series(path: Path) -> dict[str, Series]:
     """The metrics of RL in a metrics.jsonl, by name.
 
-    Evaluations before RL's first step count as step 0: where a run has SFT, that at its end.
+    Evaluations before RL's first step count as step 0: if a run has SFT, the evaluation at its end.
     """
     series: dict[str, Series] = {}
     began = False
@@ -180,9 +180,9 @@ def read_series(path: Path) -> dict[str, Series]:
 
 
 def chosen_names(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
-    """The names that match a pattern: in the order of the patterns, then of the alphabet; a plain name even if absent.
+    """The names that match a pattern, by pattern and then alphabetically; a name without `*` even if absent.
 
-    A name without `*` that no run has logged keeps its columns, which are empty.
+    If no run has logged a name without `*`, its columns exist and are empty.
     """
     known = sorted(set(names))
     chosen: dict[str, None] = {}
@@ -215,7 +215,7 @@ def run_measures(series: Mapping[str, Series], names: Sequence[str], config: Tab
 
 
 def mean_value(values: Iterable[float | None]) -> float | None:
-    """The mean of the values that are there; None without any."""
+    """The mean of the values that are not missing; None if all are."""
     present = [value for value in values if value is not None]
     return math.fsum(present) / len(present) if present else None
 
@@ -227,9 +227,9 @@ def best_value(points: Series, best: Literal["max", "min"]) -> float | None:
 
 
 def mean_by_area(points: Series) -> float | None:
-    """The mean over steps by the trapezoidal rule: the area under the curve over the steps that it covers.
+    """The mean over steps by the trapezoidal rule: the area under the curve, divided by the steps that it covers.
 
-    Of a single value that value; steps without one are bridged by a straight line.
+    For a single value, that value. A straight line bridges steps without a value.
     """
     present = [(step, value) for step, value in points if value is not None]
     if len(present) < 2:
@@ -239,9 +239,9 @@ def mean_by_area(points: Series) -> float | None:
 
 
 def first_step_past(points: Series, threshold: ThresholdConfig, *, consecutive: bool = True) -> int | None:
-    """The first step at which the mean over the last `window` steps has passed the threshold; None where it never has.
+    """The first step at which the mean over the last `window` steps has passed the threshold; None if it never has.
 
-    All of them must have a value. `consecutive` False counts only the steps that log it, as of evaluations.
+    All of these steps must have a value. `consecutive` False counts only steps that log it, as for evaluations.
     """
     window = threshold.window
     for end in range(window, len(points) + 1):
@@ -260,7 +260,7 @@ def first_step_past(points: Series, threshold: ThresholdConfig, *, consecutive: 
 def curve_bins(series: Mapping[str, Series], config: CurvesConfig) -> list[dict[str, float | int | None]]:
     """Rows of means over bins of `every` steps (1 to every, and so on), named by the bin's last step.
 
-    Evaluations of step 0 are a bin of their own.
+    Evaluations at step 0 have their own bin.
     """
     names = chosen_names(series, config.metrics)
     every = config.every

@@ -1,8 +1,8 @@
-"""Statistics over seeds: means, differences, equivalence, trends over doses, power; by SciPy.
+"""Statistics over seeds: means, differences, equivalence, trends over doses, power; computed with SciPy.
 
 The unit is a run, and a value is its metric. Differences are an arm minus its baseline. A missing value (None or NaN)
-leaves its pair out, which is counted. Values without spread have no interval and no p: NaN, because a t statistic or
-a bootstrap of them would claim certainty. Intervals and p-values are two-sided unless a name says otherwise.
+excludes its pair, and excluded pairs are counted. Values without spread have interval and p NaN, because a t statistic
+or a bootstrap of them would claim certainty. Intervals and p-values are two-sided unless a name says otherwise.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FEWEST_RESAMPLES: Final = 100
 MOST_SEEDS: Final = 100_000
 """The largest answer of `seeds_needed`."""
 _ROUNDING: Final = 4 * float(np.finfo(np.float64).eps)
-"""Differences within this share of the values they are of count as equal."""
+"""Differences within this share of the compared values count as equal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,20 +54,20 @@ class Difference:
 
     method: Method
     n: int
-    """Pairs, or the arm's values where the seeds are not shared."""
+    """Pairs, or the arm's values if the seeds are not shared."""
     n_baseline: int
     left_out: int
-    """Pairs with a missing value, or missing values where the seeds are not shared."""
+    """Pairs with a missing value, or missing values if the seeds are not shared."""
     estimate: float
     low: float
     high: float
     confidence: float
     p: float
-    """NaN for the bootstrap, which is an interval only."""
+    """NaN for the bootstrap, which gives only an interval."""
     sd: float
-    """The standard deviation of the paired differences; NaN where the seeds are not shared."""
+    """The standard deviation of the paired differences; NaN if the seeds are not shared."""
     baseline_sd: float
-    """The baseline's standard deviation between seeds: what a rerun with another seed changes anyway."""
+    """The baseline's standard deviation between seeds: the change to expect from another seed alone."""
 
     @property
     def paired(self) -> bool:
@@ -94,17 +94,17 @@ class Equivalence:
     estimate: float
     low: float
     high: float
-    """Ends of the interval with confidence 1 - 2 alpha; within the bounds exactly where p < alpha."""
+    """Ends of the interval with confidence 1 - 2 alpha; within the bounds exactly if p < alpha."""
     bound: float
     alpha: float
     p_lower: float
-    """Of the difference being at most -bound."""
+    """Tests that the difference is at most -bound."""
     p_upper: float
-    """Of the difference being at least bound."""
+    """Tests that the difference is at least bound."""
 
     @property
     def p(self) -> float:
-        """The larger of both p-values, because both tests have to reject."""
+        """The larger of both p-values, because both tests must reject."""
         return max(self.p_lower, self.p_upper) if not math.isnan(self.p_lower) else math.nan
 
 
@@ -115,7 +115,7 @@ class Slope:
     n: int
     """Seeds with at least two doses."""
     left_out: int
-    """Rows with a missing dose or value, and those of seeds with a single dose."""
+    """Rows with a missing dose or value, and rows of seeds with a single dose."""
     estimate: float
     low: float
     high: float
@@ -147,8 +147,8 @@ def paired_bca(
 ) -> Difference:
     """Bootstrap the mean of the paired differences: bias-corrected and accelerated (Efron 1987), fixed by `seed`.
 
-    Narrower than it should be for few seeds (docs/sweeps.md has its measured coverage): the t interval decides, and
-    this one says whether skewed or clustered differences would change the conclusion.
+    Too narrow for few seeds (docs/sweeps.md has its measured coverage): the t interval decides, and this interval shows
+    whether skewed or clustered differences would change the conclusion.
     """
     if resamples < FEWEST_RESAMPLES:
         raise UserError(
@@ -206,9 +206,9 @@ def tost(a: Values, baseline: Values, *, bound: float, alpha: float = 0.05) -> E
 
 
 def slope(doses: Values, values: Values, seeds: Sequence[Hashable], *, confidence: float = 0.95) -> Slope:
-    """Estimate a linear trend over doses, the seeds being the clusters: one slope per seed, then a t test over seeds.
+    """Estimate a linear trend over doses with seeds as clusters: one slope per seed, then a t test over seeds.
 
-    Runs of one seed share their start, so that the rows are no independent observations; the slopes are (the summary
+    Runs of one seed share their start, so the rows are not independent observations; the slopes are (the summary
     measures of Matthews et al. 1990).
     """
     doses_N, values_N = as_values(doses, "doses"), as_values(values, "values")
@@ -229,8 +229,8 @@ def slope(doses: Values, values: Values, seeds: Sequence[Hashable], *, confidenc
 def holm(p_values: Values, *, hypotheses: int | None = None) -> list[float]:
     """Adjust p-values for several tests by Holm's step-down method (Holm 1979), in the order given.
 
-    A missing p-value stays NaN. `hypotheses` is the number of tests that were planned: all that have a p-value unless
-    it says more.
+    A missing p-value stays NaN. `hypotheses` is the number of planned tests; by default the number of p-values that are
+    not missing.
     """
     p_N = as_values(p_values, "p-values")
     known = np.flatnonzero(~np.isnan(p_N))
@@ -264,7 +264,7 @@ def power_of_paired_t(n: int, *, sd: float, difference: float, alpha: float = 0.
 
 
 def seeds_needed(*, sd: float, difference: float, alpha: float = 0.05, power: float = 0.9) -> int | None:
-    """The fewest seeds with which the paired t test has the power; None for more than MOST_SEEDS."""
+    """The fewest seeds with which the paired t test has the power; None if more than MOST_SEEDS."""
     check_share("power", power)
     n = bisect_left(
         range(MOST_SEEDS + 1), power, key=lambda n: power_of_paired_t(n, sd=sd, difference=difference, alpha=alpha)
@@ -273,7 +273,7 @@ def seeds_needed(*, sd: float, difference: float, alpha: float = 0.05, power: fl
 
 
 def as_values(values: Values, name: str) -> NDArray[np.float64]:
-    """The values as float64, missing ones as NaN; UserError for infinite ones and for no numbers."""
+    """The values as float64, missing ones as NaN; UserError for infinite values and for no numbers."""
     try:
         array_N = np.array([math.nan if value is None else float(value) for value in values], dtype=np.float64)
     except (TypeError, ValueError) as error:
@@ -286,7 +286,7 @@ def as_values(values: Values, name: str) -> NDArray[np.float64]:
 def complete_pairs(
     a: Values, baseline: Values, what: str = "values"
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], int]:
-    """The values of arm and baseline in the pairs that miss neither, and the number of the other pairs."""
+    """The values of arm and baseline in pairs without missing values, and the number of the other pairs."""
     a_N, baseline_N = as_values(a, "the arm"), as_values(baseline, "the baseline")
     if a_N.size != baseline_N.size:
         raise UserError(
@@ -300,7 +300,7 @@ def complete_pairs(
 def paired_differences(a: Values, baseline: Values) -> tuple[NDArray[np.float64], NDArray[np.float64], int]:
     """The differences of complete pairs, the baseline's values in them, and the number of pairs left out.
 
-    Differences that are equal but for rounding are made equal.
+    Differences that are equal up to rounding are made equal.
     """
     a_N, baseline_N, left_out = complete_pairs(a, baseline)
     with np.errstate(over="ignore"):
@@ -314,7 +314,7 @@ def paired_differences(a: Values, baseline: Values) -> tuple[NDArray[np.float64]
 
 
 def scipy_stats() -> Any:
-    """`scipy.stats`, loaded when a statistic needs it."""
+    """`scipy.stats`, loaded when a statistic first needs it."""
     try:
         return import_module("scipy.stats")
     except ImportError as error:
@@ -329,14 +329,14 @@ def _mean_and_sd(values_N: NDArray[np.float64]) -> tuple[float, float]:
     """Mean and standard deviation (n - 1); the sd of equal values is exactly 0."""
     if not _varies(values_N):
         return (float(values_N[0]) if values_N.size else math.nan), (0.0 if values_N.size > 1 else math.nan)
-    with np.errstate(over="ignore"):  # of a metric that diverged
+    with np.errstate(over="ignore"):  # for a metric that diverged
         return float(values_N.mean()), float(values_N.std(ddof=1))
 
 
 def _t_test(
     values_N: NDArray[np.float64], confidence: float, *, mean: float = 0.0, alternative: str = "two-sided"
 ) -> tuple[dict[str, Any], float]:
-    """The mean of the values with its t interval, by field of the results here, and the p of its being `mean`."""
+    """The mean of the values with its t interval, by field of the results here, and the p for a mean of `mean`."""
     check_share("confidence", confidence)
     estimate, sd = _mean_and_sd(values_N)
     low = high = p = math.nan
@@ -347,9 +347,9 @@ def _t_test(
 
 
 def _interval_and_p(test: str, *arguments: Any, confidence: float, **options: Any) -> tuple[float, float, float]:
-    """The interval and the p of a t test of scipy.stats."""
+    """The interval and the p-value of a t test of scipy.stats."""
     with warnings.catch_warnings():
-        # SciPy warns where one of two arms is constant, whose variance is 0, as it should be.
+        # SciPy warns if one of two arms is constant, whose variance 0 is correct.
         warnings.simplefilter("ignore", RuntimeWarning)
         result = getattr(scipy_stats(), test)(*arguments, **options)
     low, high = result.confidence_interval(confidence)
@@ -357,6 +357,6 @@ def _interval_and_p(test: str, *arguments: Any, confidence: float, **options: An
 
 
 def check_share(name: str, value: float) -> None:
-    """Raise UserError where the value is no share between 0 and 1."""
+    """Raise UserError if the value is not a share between 0 and 1."""
     if not 0 < value < 1:
         raise UserError(f"{name}={value}: give a share between 0 and 1")

@@ -1,4 +1,4 @@
-"""Sweeps: many runs from one file, in parallel, resumable, and a table of what came out."""
+"""Sweeps: many runs from one file, in parallel and resumable, with a table of the results."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from flatpeak.utils.user_code import file_digest
 
 Cell = PrefixStep | PlannedRun
 Phase = Literal["waiting", "busy", "done", "failed", "stopped", "unneeded"]
-"""The phase of a cell in this start of the sweep; a prefix step is unneeded where every run of its seed is done."""
+"""The phase of a cell in this start of the sweep; a prefix step is unneeded if every run of its seed is done."""
 SECONDS_BETWEEN_LOOKS = 0.5
-"""The time after which signals and deaths of workers are looked for."""
+"""The time between checks for signals and dead workers."""
 _LOCK = ".lock"
 
 
@@ -60,7 +60,7 @@ class SweepResult:
     stopped: int
     missing: int
     exit_code: int
-    """0 when every run is done, 1 where some failed, 130 or 143 when a signal stopped the sweep."""
+    """0 if every run is done, 1 if some failed, 130 or 143 if a signal stopped the sweep."""
 
 
 def run_sweep(
@@ -73,12 +73,12 @@ def run_sweep(
     notice: Callable[[str], None] | None = None,
     command: Sequence[str] | None = None,
 ) -> SweepResult:
-    """Run a sweep file, or go on with it, and write its table.
+    """Run a sweep file, or continue it, and write its table.
 
-    Finished runs stay, interrupted ones continue from their checkpoints, failed ones are tried again unless
-    `skip_failed`. A failed run never stops the others. `overwrite` reruns the runs whose settings have changed, which
-    are refused otherwise, and those made with another text of a file of the user's, which are named otherwise.
-    `settings` are `key=value` changes of the sweep file; `notice` is given a line per run, None writes them to stderr.
+    Finished runs stay, interrupted runs continue from their checkpoints, and failed runs are tried again unless
+    `skip_failed`. A failed run never stops the others. Runs whose settings have changed are an error, and runs made
+    with a user's file that has changed are reported; `overwrite` reruns both. `settings` are `key=value` changes to the
+    sweep file; `notice` is called with a line per run, None writes them to stderr.
     Raises UserError before anything runs.
     """
     if isinstance(sweep, SweepConfig) and settings:
@@ -102,17 +102,17 @@ def run_sweep(
 
 
 def plan_sweep(config: SweepConfig, processes: int | None = None) -> SweepPlan:
-    """The plan of a sweep with one process per visible GPU where its runs use them, unless `processes` says more."""
+    """The plan of a sweep, with one process per visible GPU if its runs use GPUs, unless `processes` is given."""
     plan = build_plan(config, processes=processes)
     gpus = len(visible_gpus(plan))
     return build_plan(config, processes=gpus) if gpus and processes is None else plan
 
 
 def visible_gpus(plan: SweepPlan) -> list[str]:
-    """The GPUs that the runs may use, as values of CUDA_VISIBLE_DEVICES; none where all of them are on the CPU."""
+    """The GPUs that the runs may use, as values of CUDA_VISIBLE_DEVICES; empty if all runs are on the CPU."""
     if all(run.recipe.model.device == "cpu" for run in plan.runs):
         return []
-    import torch  # here: sweeps on the CPU need it in their workers only
+    import torch  # imported here because sweeps on the CPU need it only in their workers
 
     count = torch.cuda.device_count()
     listed = [one.strip() for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
@@ -120,7 +120,7 @@ def visible_gpus(plan: SweepPlan) -> list[str]:
 
 
 def affected(plan: SweepPlan) -> list[Cell]:
-    """The cells whose settings or code changed, and everything of the same seed that a changed prefix step precedes."""
+    """The cells whose settings or code changed, and all cells of the same seed after a changed prefix step."""
     cells: list[Cell] = []
     changed_seeds: set[int] = set()
     for cell in plan.by_seed:
@@ -132,7 +132,7 @@ def affected(plan: SweepPlan) -> list[Cell]:
 
 
 def _changed_code_lines(plan: SweepPlan) -> list[str]:
-    """A line per function of the user's whose file is another now than when cells on disk were made with it."""
+    """A line for each user's function whose file has changed since cells on disk were made with it."""
     made: dict[str, list[str]] = {}
     for cell in plan.by_seed:
         for function in changed_code(cell) if has_steps(cell) else ():
@@ -171,7 +171,7 @@ class _Lock:
 
 
 class _Sweep:
-    """One start of a sweep: which cells wait, which worker is at which, and what came out."""
+    """One start of a sweep: which cells wait, which worker runs which cell, and the results."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class _Sweep:
         return "waiting"
 
     def run(self) -> SweepResult:
-        """Work until nothing is left that can be run, or a signal asks to stop; then write the table."""
+        """Work until no more cells can run, or a signal asks to stop; then write the table."""
         self.progress.begin(self.phases)
         interrupted = False
         with StopSignals() as stop:
@@ -233,7 +233,7 @@ class _Sweep:
                         break
                     self._collect(stopping=stop.signal is not None)
             except KeyboardInterrupt:
-                pass  # the second signal: the runs' last checkpoints are whole
+                pass  # the second signal; the runs' last checkpoints are complete
             finally:
                 self._close()
             self.table.write()
@@ -248,7 +248,7 @@ class _Sweep:
             idle = [worker for worker in self.workers if worker.index not in self.busy and worker.is_alive()]
             worker = idle[0] if idle else self._start_worker()
             if isinstance(cell, PrefixStep) and cell.config.kind == "call":
-                remove_cell(cell)  # what an interrupted call has left
+                remove_cell(cell)  # the remains of an interrupted call
             call = call_of(cell)
             code = None if call is None else file_digest(call)
             write_record(cell, CellRecord(status="started", prefix=_fingerprint(cell), code=code))
@@ -257,7 +257,7 @@ class _Sweep:
             worker.send(self._job(cell))
 
     def _next_ready(self) -> Cell | None:
-        """The first waiting cell whose prefix is there; cells whose prefix failed are failed on the way."""
+        """The first waiting cell whose prefix exists; on the way, cells whose prefix failed are marked as failed."""
         for cell in self.cells:
             if self.phases[cell.label] != "waiting":
                 continue
@@ -273,7 +273,7 @@ class _Sweep:
         return None
 
     def _before(self, cell: Cell) -> PrefixStep | None:
-        """The prefix step that a cell follows directly."""
+        """The prefix step that a cell directly follows."""
         steps = [step for step in self.plan.steps if step.seed == cell.seed]
         if isinstance(cell, PlannedRun):
             return steps[-1] if steps else None
@@ -304,7 +304,7 @@ class _Sweep:
         return job
 
     def _collect(self, *, stopping: bool) -> None:
-        """Wait for outcomes for a moment, and take in those that have come."""
+        """Wait briefly for outcomes, and process those that arrive."""
         self.selector.select(timeout=SECONDS_BETWEEN_LOOKS)
         for worker in list(self.workers):
             try:
@@ -330,7 +330,7 @@ class _Sweep:
     def _finish(
         self, cell: Cell, status: Literal["done", "failed", "stopped"], reason: str | None, *, seconds: float = 0.0
     ) -> None:
-        """Note the outcome of a cell, on disk and for the display."""
+        """Record the outcome of a cell, on disk and in the display."""
         begun = read_record(cell) or CellRecord(status=status)
         record = replace(begun, status=status, reason=reason, prefix=_fingerprint(cell), seconds=seconds)
         write_record(cell, record)
@@ -342,7 +342,7 @@ class _Sweep:
         self.progress.finish(cell, status, reason=reason, seconds=seconds, phases=self.phases)
 
     def _close(self) -> None:
-        """End all workers: those that are idle by themselves, a busy one by force."""
+        """End all workers: idle ones exit by themselves, busy ones are killed."""
         for worker in self.workers:
             self.selector.unregister(worker.connection)
             if worker.index in self.busy:

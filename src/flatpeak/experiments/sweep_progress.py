@@ -20,7 +20,7 @@ class SweepProgress:
         """Durations of finished cells, by arm or prefix step."""
 
     def begin(self, phases: Mapping[str, str]) -> None:
-        """Say what there is to do."""
+        """Print how much there is to do."""
         runs = len(self.plan.runs)
         done = sum(phases[run.label] == "done" for run in self.plan.runs)
         kept = f", {done} of them done" if done else ""
@@ -30,7 +30,7 @@ class SweepProgress:
         self.notice(f"sweep {self.plan.config.name}: {runs} runs{kept}, {processes}, in {self.plan.directory}")
 
     def observe(self, cell: PrefixStep | PlannedRun, seconds: float) -> None:
-        """Note the duration of a finished cell, of an earlier start of the sweep too."""
+        """Record the duration of a finished cell, also from earlier starts of the sweep."""
         self._seconds.setdefault(_kind(cell), []).append(seconds)
 
     def finish(
@@ -50,13 +50,16 @@ class SweepProgress:
         counts = f"{done} done" + (f", {failed} failed" if failed else "") + f", {left} left"
         expected = self.seconds_left(phases)
         time_left = "" if expected is None or not left else f", about {duration(expected)}"
-        outcome = f"done in {seconds:.1f} s" if status == "done" else f"{status}: {reason}" if reason else status
+        if status == "done":
+            outcome = f"done in {seconds:.1f} s"
+        else:
+            outcome = f"{status}: {reason}" if reason else status
         self.notice(f"[{counts}{time_left}] {cell.label} {outcome}")
 
     def seconds_left(self, phases: Mapping[str, str]) -> float | None:
-        """Seconds for all cells that are not finished, each at the mean duration of its arm or prefix step.
+        """Seconds for all unfinished cells, each estimated by the mean duration of its arm or prefix step.
 
-        An arm of which no run is finished counts as the mean of the others; None before the first run is finished.
+        An arm without finished runs counts as the mean of the others; None before the first run is finished.
         """
         means = {kind: fmean(values) for kind, values in self._seconds.items()}
         arms = [means[arm] for arm in self.plan.config.arms if arm in means]

@@ -24,7 +24,7 @@ _TIMES = ("seconds", "time/", "throughput/")
 
 @dataclass(frozen=True, kw_only=True)
 class SweepTable:
-    """Rows of equal columns under a header of `key: text` lines."""
+    """Rows of equal columns, under a header of `key: text` lines."""
 
     header: Mapping[str, str]
     """Version, commit, command, hardware, torch and seeds: the `# key: text` lines."""
@@ -32,19 +32,19 @@ class SweepTable:
     rows: tuple[Mapping[str, Cell], ...]
 
     def column(self, name: str) -> list[Cell]:
-        """The values of a column. UserError where the table has none of that name."""
+        """The values of a column. UserError if the table lacks it."""
         if name not in self.columns:
             raise UserError(f"the table has no column {name!r}{did_you_mean(name, self.columns)}")
         return [row[name] for row in self.rows]
 
     def without_times(self) -> SweepTable:
-        """The table without the columns that measure time: equal for equal runs."""
+        """The table without the columns that measure time, so that equal runs have equal tables."""
         columns = tuple(name for name in self.columns if not name.startswith(_TIMES))
         return replace(self, columns=columns, rows=tuple({key: row[key] for key in columns} for row in self.rows))
 
 
 def write_table(table: SweepTable, path: Path) -> None:
-    """Write a table whole or not at all: CSV under comment lines, or JSON, by the path's suffix."""
+    """Write a table atomically: CSV under comment lines, or JSON, depending on the path's suffix."""
     write_atomic(path, to_json(table) if path.suffix == ".json" else to_csv(table))
 
 
@@ -62,14 +62,14 @@ def to_csv(table: SweepTable) -> str:
 
 
 def to_json(table: SweepTable) -> str:
-    """A JSON object with header, columns and rows, a row a line."""
+    """A JSON object with header, columns and rows, one row per line."""
     rows = ",\n".join("  " + json.dumps({name: row.get(name) for name in table.columns}) for row in table.rows)
     head = {"header": dict(table.header), "columns": list(table.columns)}
     return json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n{rows}\n ]\n}}\n'
 
 
 def read_table(path: str | Path) -> SweepTable:
-    """Read table.csv or table.json. Raises UserError where the file is not a table."""
+    """Read table.csv or table.json. Raises UserError if the file is not a table."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")  # spreadsheets mark UTF-8 by a byte order mark
@@ -116,13 +116,13 @@ def _to_text(value: Cell) -> str:
     if isinstance(value, bool | list | tuple | Mapping):
         return json.dumps(value)
     if isinstance(value, str):
-        # Text that would be read as something else is quoted.
+        # Text that would be read back as something else is quoted.
         return value if _is_plain(value) else json.dumps(value)
     return repr(value)
 
 
 def _is_plain(text: str) -> bool:
-    # A carriage return would be read as the end of a line, and half of a surrogate pair has no UTF-8.
+    # A carriage return would be read as the end of a line, and half of a surrogate pair cannot be UTF-8.
     if re.search("[\r\ud800-\udfff]", text):
         return False
     try:

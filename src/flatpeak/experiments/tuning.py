@@ -1,4 +1,4 @@
-"""The choice of each arm's axes on the table of an earlier sweep, over seeds that this sweep does not report."""
+"""The choice of each arm's axes from the table of an earlier sweep, over seeds that this sweep does not report."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from flatpeak.experiments.table import SweepTable, read_table
 
 @dataclass(frozen=True, kw_only=True)
 class TunedValues:
-    """The values that an arm's axes take, and the evidence for them."""
+    """The values chosen for an arm's axes, and the evidence for them."""
 
     axes: Mapping[str, Any]
     mean: float
     """The mean of the metric over the tuning seeds."""
     seeds: tuple[int, ...]
     candidates: int
-    """The number of combinations of values that were compared."""
+    """The number of combinations of values compared."""
 
 
 def read_tuning(config: TunedOnConfig, seeds: Sequence[int]) -> SweepTable:
-    """The table to tune on. Raises UserError where it has the metric for none, or shares a seed with this sweep."""
+    """The table to tune on. Raises UserError if it lacks the metric, or shares a seed with this sweep."""
     table = read_table(config.table)
     for column in ("arm", "seed", config.metric):
-        table.column(column)  # raises where it is missing, with the nearest name
+        table.column(column)  # raises if it is missing, with the nearest name
     shared = sorted(set(seeds) & set(table.column("seed")))
     if shared:
         raise UserError(
@@ -42,10 +42,10 @@ def read_tuning(config: TunedOnConfig, seeds: Sequence[int]) -> SweepTable:
 def best_values(
     config: TunedOnConfig, table: SweepTable, arm: str, candidates: Sequence[Mapping[str, Any]]
 ) -> TunedValues:
-    """The candidate whose mean over the table's seeds is best; of equal ones the first.
+    """The candidate with the best mean over the table's seeds; the first of equal ones.
 
-    Raises UserError where a candidate has no rows, where one of its runs is not done, or where candidates were run
-    with different seeds.
+    Raises UserError if a candidate has no rows, if one of its runs is not done, or if candidates were run with
+    different seeds.
     """
     scored = [_mean(config, table, arm, axes) for axes in candidates]
     if len({seeds for _, seeds in scored}) > 1:
@@ -75,7 +75,7 @@ def _mean(config: TunedOnConfig, table: SweepTable, arm: str, axes: Mapping[str,
     for row in rows:
         value = row[config.metric]
         usable = isinstance(value, int | float) and math.isfinite(value)
-        # A table without the column has finished runs only.
+        # A table without the column contains only finished runs.
         status = row.get("status", "done")
         if status != "done" or not usable:
             problem = f"is {status}" if status != "done" else f"has no {config.metric}"

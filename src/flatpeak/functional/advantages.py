@@ -26,7 +26,7 @@ def group_advantages(
     Scales, unbiased: `std` of the group; `batch_std` of all valid rewards of the batch; `none` (Dr. GRPO, Liu et al.
     2025). Under a group baseline, groups of equal rewards or with fewer than two valid ones have advantage exactly 0.
 
-    Raises ValueError for G = 1 under a group baseline, a scale without a baseline, and valid rewards not finite.
+    Raises ValueError for G = 1 under a group baseline, a scale without a baseline, or a valid infinite or NaN reward.
     """
     _check(rewards_PG, baseline, scale)
     valid_PG = _validity(rewards_PG, valid_PG)
@@ -47,7 +47,8 @@ def group_advantages(
         advantages_PG = advantages_PG / (variance_P1.sqrt() + eps)
     elif scale == "batch_std":
         advantages_PG = advantages_PG / (_batch_std(rewards_PG[valid_PG]) + eps)
-    # Compared, not subtracted: the mean of equal numbers is rarely that number, and a tiny std blows the rest up.
+    # Compare the rewards instead of their differences from the mean: the mean of equal numbers is rarely exactly that
+    # number, and dividing the rounding error by a tiny std would blow it up.
     lowest_P1 = rewards_PG.masked_fill(~valid_PG, torch.inf).amin(-1, keepdim=True)
     highest_P1 = rewards_PG.masked_fill(~valid_PG, -torch.inf).amax(-1, keepdim=True)
     return advantages_PG.masked_fill(~(valid_PG & (highest_P1 > lowest_P1)), 0.0)
@@ -86,5 +87,5 @@ def _centred(rewards_PG: Tensor, valid_PG: Tensor, num_valid_P1: Tensor) -> Tens
 
 
 def _batch_std(rewards_N: Tensor) -> Tensor:
-    """The unbiased standard deviation; 0 for fewer than two rewards, where no group has an advantage to scale."""
+    """The unbiased standard deviation; 0 for fewer than two rewards, when no advantage needs scaling."""
     return rewards_N.std(correction=1) if rewards_N.numel() > 1 else rewards_N.new_zeros(())

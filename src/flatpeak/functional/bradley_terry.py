@@ -1,6 +1,6 @@
 """The Bradley-Terry loss of reward models and its relatives: elementwise, the caller weights and sums.
 
-P preference pairs; `chosen_P` and `rejected_P` are a reward model's scores of the preferred and the other answer.
+P preference pairs; `chosen_P` and `rejected_P` are a reward model's scores of the preferred and the rejected answer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 def bradley_terry_loss(chosen_P: Tensor, rejected_P: Tensor, *, margin: float | Tensor = 0.0) -> Tensor:
     """-log sigmoid(chosen - rejected - margin). Bradley and Terry 1952; with a margin, Touvron et al. 2023 (Llama 2).
 
-    Only differences matter: the same number added to both scores changes nothing.
+    Only differences matter: adding the same number to both scores changes nothing.
     """
     return -logsigmoid(chosen_P - rejected_P - margin)
 
@@ -33,8 +33,8 @@ def preference_accuracy(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
 def calibration_error(probabilities_N: Tensor, outcomes_N: Tensor, *, bins: int = 10) -> Tensor:
     """Expected calibration error: sum over bins of n_b / N * |mean probability - mean outcome|. Guo et al. 2017.
 
-    `probabilities_N` in [0, 1] fall into `bins` bins of equal width; `outcomes_N` are the outcomes, in
-    [0, 1]. NaN for no values.
+    `probabilities_N` in [0, 1] fall into `bins` bins of equal width; `outcomes_N` are the outcomes, in [0, 1].
+    NaN for empty input.
     """
     if bins < 1:
         raise ValueError(f"bins={bins}: give at least 1")

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 ROUNDING = 32.0
-"""Units in the last place, of the largest product met, below which a residual is rounding."""
+"""A residual below this many units in the last place of the largest product is rounding error."""
 
 
 def regularized_gradient(grad: Tensor, perturbed_grad: Tensor, *, strength: float, step: float) -> Tensor:
     """g + strength / step * (g' - g), with g' the gradient at theta + step * g.
 
-    By forward difference the gradient of L + strength / 2 * ||grad L||^2, whose penalty term is strength * H g; the
-    error is O(step). Elementwise, so shards of a gradient combine apart. At strength = step it is g' (SAM).
+    With a forward difference this is the gradient of L + strength / 2 * ||grad L||^2: the penalty term is
+    strength * H g, and the error is O(step). It is elementwise, so shards of a gradient can be combined separately.
+    At strength = step it is g' (SAM).
     """
     if step == 0:
         raise ValueError("step=0: the difference quotient needs a perturbation, give a step above 0")
@@ -30,8 +31,8 @@ def hessian_vector_product(
     """H v, exact by double backward (Pearlmutter 1994): the gradient of sum_j <dL/dp_j, v_j>; zeros where L is linear.
 
     `loss_fn` returns the scalar loss at the current `params`; `vector` has one tensor of the same shape per parameter.
-    Every operation of the loss has to be twice differentiable: attention through SDPA's MATH backend, and
-    log-probabilities not through `token_logprobs`. A test reference: it costs two backward passes and their memory.
+    Every operation of the loss must be twice differentiable: use SDPA's MATH backend for attention, and do not use
+    `token_logprobs`. This is a reference for tests: it costs two backward passes and their memory.
     """
     if [v.shape for v in vector] != [p.shape for p in params]:
         raise ValueError("vector does not match params: give one tensor of the same shape per parameter")
@@ -45,19 +46,19 @@ def hessian_vector_product(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Eigenvalue:
-    """An estimate of the largest eigenvalue of a symmetric operator H, and how far it can be trusted."""
+    """An estimate of the largest eigenvalue of a symmetric operator H, and how reliable it is."""
 
     value: float
-    """The Rayleigh quotient v^T H v of a unit vector: never above the largest eigenvalue, rounding aside. NaN where a
+    """The Rayleigh quotient v^T H v of a unit vector: up to rounding, never above the largest eigenvalue. NaN if a
     product was not finite."""
     residual: float
-    """||H v - value v|| / |value|: some eigenvalue is no further from `value`, relative to it. Infinite where only
-    `value` is 0."""
+    """||H v - value v|| / |value|: H has an eigenvalue at most this far from `value`, relative to it. Infinite if
+    `value` is 0 and the numerator is not."""
     iterations: int
-    """Products H v that were computed."""
+    """The number of products H v computed."""
     converged: bool
-    """Whether the residual is within the tolerance, or within rounding of the largest product. Above 1 a further step
-    has to confirm the latter: it raises the value by no more than the residual."""
+    """Whether the residual is within the tolerance, or within rounding of the largest product. In the second case, with
+    a residual above 1, one more step must confirm convergence: it raises the value by no more than the residual."""
 
 
 def top_eigenvalue(
@@ -70,12 +71,12 @@ def top_eigenvalue(
 ) -> Eigenvalue:
     """The largest (algebraic, not absolute) eigenvalue of a symmetric H, by locally optimal power iteration.
 
-    `product` returns H v for v of the shapes of `like`, at least float32. Where power iteration goes from v to H v,
-    this goes to the best vector in the span of v, its residual and the last step, for the same one product (Knyazev
-    2001, SIAM J. Sci. Comput. 23, 517-541, without preconditioner). Where a negative eigenvalue dominates, plain power
-    iteration would need H + s with s its magnitude, and Hessians of networks are nearly 0 in most directions: of these
-    H + s makes eigenvalues s, close to the one that is sought. Here nothing is shifted. Six vectors are held, the start
-    is drawn from `seed`. ValueError for fewer than one iteration, or a tolerance that is not positive.
+    `product` returns H v for v of the shapes of `like`, at least float32. Power iteration replaces v by H v; this
+    method takes the best vector in the span of v, its residual and the last step, and also needs one product per
+    iteration (Knyazev 2001, SIAM J. Sci. Comput. 23, 517-541, without preconditioner). If a negative eigenvalue of
+    magnitude s dominates, plain power iteration has to work on H + s. Hessians of networks have mostly eigenvalues near
+    0, which H + s moves next to the wanted eigenvalue; this method shifts nothing. It holds six vectors and draws the
+    start from `seed`. ValueError for fewer than one iteration, or a tolerance that is not positive.
     """
     if iterations < 1 or not tolerance > 0:
         raise ValueError(f"iterations={iterations}, tolerance={tolerance}: give at least 1, and more than 0")
@@ -89,7 +90,7 @@ def top_eigenvalue(
         distance = math.sqrt(_dot(residual, residual))
         if not math.isfinite(largest + distance):
             return Eigenvalue(value=math.nan, residual=math.nan, iterations=count, converged=False)
-        # Within rounding of a far larger negative eigenvalue a larger value may be left to find: one more step tells.
+        # A larger eigenvalue may be hidden within the rounding of a far larger negative one: one more step shows it.
         is_rounding = distance <= ROUNDING * _eps(like) * largest
         converged = distance <= tolerance * abs(value) or (is_rounding and (distance <= abs(value) or value <= ceiling))
         if converged or count == iterations:
@@ -98,7 +99,10 @@ def top_eigenvalue(
         uphill = _Mapped.of(residual, product, orthogonal_to=best)
         largest = max(largest, uphill.image_norm)
         best, step = _best_combination(best, uphill, step)
-    relative = distance / abs(value) if value else math.inf if distance else 0.0
+    if value:
+        relative = distance / abs(value)
+    else:
+        relative = math.inf if distance else 0.0
     return Eigenvalue(value=value, residual=relative, iterations=count, converged=converged)
 
 
@@ -117,9 +121,10 @@ class _Mapped:
         *,
         orthogonal_to: _Mapped | None = None,
     ) -> _Mapped:
-        """Normalize a vector, made orthogonal to another one, and map it."""
-        for one in [orthogonal_to] * 2 if orthogonal_to is not None else ():  # again, for what rounding left
-            vector = _plus(vector, one.vector, -_dot(vector, one.vector))
+        """Orthogonalize a vector to another one, normalize it and map it."""
+        if orthogonal_to is not None:
+            for _ in range(2):  # the second time removes the rounding error of the first
+                vector = _plus(vector, orthogonal_to.vector, -_dot(vector, orthogonal_to.vector))
         unit = _scaled(vector, 1 / (math.sqrt(_dot(vector, vector)) or 1.0))
         return cls(vector=unit, image=[_at_least_float32(one) for one in product(unit)])
 
@@ -129,7 +134,7 @@ class _Mapped:
         return math.sqrt(_dot(self.image, self.image))
 
     def plus(self, other: _Mapped, factor: float) -> _Mapped:
-        """v + factor * other, which is no unit vector."""
+        """v + factor * other, which is not a unit vector."""
         return _Mapped(vector=_plus(self.vector, other.vector, factor), image=_plus(self.image, other.image, factor))
 
     def normalized(self) -> _Mapped:
@@ -139,12 +144,12 @@ class _Mapped:
 
 
 def _best_combination(best: _Mapped, uphill: _Mapped, step: _Mapped | None) -> tuple[_Mapped, _Mapped | None]:
-    """The unit vector of the largest Rayleigh quotient in the span of the three, and the step to it (Rayleigh-Ritz)."""
+    """The unit vector of largest Rayleigh quotient in the span of the three, and the step to it (Rayleigh-Ritz)."""
     basis = [best, uphill]
     if step is not None:
         for one in basis:
             step = step.plus(one, -_dot(step.vector, one.vector))
-        # Of a step that lies in the span of the others, only rounding is left.
+        # If the step lies in the span of the others, only rounding error remains of it.
         if _dot(step.vector, step.vector) > _eps(step.vector):
             basis.append(step.normalized())
     quotients = torch.tensor([[_dot(a.vector, b.image) for b in basis] for a in basis], dtype=torch.float64)
@@ -163,7 +168,7 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
 
 
 def _standard_normal(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Standard normal numbers, drawn on the CPU so that every device has the same."""
+    """Standard normal numbers, drawn on the CPU so that every device gets the same."""
     return torch.randn(like.shape, generator=generator).to(_at_least_float32(like))
 
 

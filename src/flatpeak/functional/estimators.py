@@ -18,7 +18,7 @@ _RESAMPLED_AT_ONCE = 1 << 22
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """The probability that k of the samples, drawn without replacement, include a correct one.
 
-    1 - C(n - c, k) / C(n, k), the unbiased estimator of Chen et al. 2021, in whole numbers: no rounding until the end.
+    1 - C(n - c, k) / C(n, k), the unbiased estimator of Chen et al. 2021, in integers: only the last step rounds.
     Raises ValueError for k > n, k < 1, or c outside 0..n.
     """
     _check_draws(num_samples, k)
@@ -31,8 +31,10 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def maj_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool], k: int) -> float:
     """The probability that the majority answer of k of the n samples, drawn without replacement, is right.
 
-    Equal answers vote together, a tie is broken uniformly at random, and None (no answer) has no vote: k draws without
-    any vote are wrong. An answer whose samples were judged differently is right to the share judged right.
+    Equal answers vote together, ties are broken uniformly at random, and None (no answer) does not vote: a draw
+    without votes is wrong. If samples with the same answer were judged differently, the answer counts as the fraction
+    of them judged right.
+    Exact for every k, without simulation: counts of a draw without replacement are independent binomials, given that
     Exact for every k, without simulation: counts of a draw without replacement are independent binomials, given that
     they sum to k. Raises ValueError for k > n, k < 1, or lists of different lengths.
     """
@@ -62,9 +64,9 @@ def bootstrap_interval(
     num_resamples: int = 10000,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """The percentile bootstrap interval (low, high) of the mean (Efron 1979): the same for the same seed.
+    """The percentile bootstrap interval (low, high) of the mean (Efron 1979); the same seed gives the same interval.
 
-    Raises ValueError for no values, values that are not finite, or a confidence outside (0, 1).
+    Raises ValueError for an empty list, values that are not finite, or a confidence outside (0, 1).
     """
     values_N = np.asarray(values, dtype=np.float64)
     if values_N.ndim != 1 or values_N.size == 0 or not np.isfinite(values_N).all():
@@ -89,7 +91,7 @@ def bootstrap_interval(
 def wilson_interval(successes: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
     """The score interval (low, high) of a proportion (Wilson 1927).
 
-    Unlike the bootstrap's it has a width where all or none succeed: 0 of n reaches up to z^2 / (n + z^2).
+    Unlike the bootstrap interval, it has a width when all or none succeed: 0 of n reaches up to z^2 / (n + z^2).
     Raises ValueError for total < 1, successes outside 0..total, or a confidence outside (0, 1).
     """
     if total < 1 or not 0 <= successes <= total:
@@ -101,7 +103,7 @@ def wilson_interval(successes: int, total: int, confidence: float = 0.95) -> tup
     center = share + z * z / (2 * total)
     half = z * sqrt(share * (1 - share) / total + (z / (2 * total)) ** 2)
     scale = 1 + z * z / total
-    # Exact at the edges, where rounding would leave a hair beyond 0 or 1.
+    # Exact at the edges, where rounding could end slightly below 0 or above 1.
     low = 0.0 if successes == 0 else (center - half) / scale
     high = 1.0 if successes == total else (center + half) / scale
     return low, high
@@ -129,7 +131,7 @@ def paired_bootstrap(
 ) -> PairedDifference:
     """The mean of b - a over items scored under both, with the interval of `bootstrap_interval`, resampling items.
 
-    Raises ValueError for different lengths, and as `bootstrap_interval` does.
+    Raises ValueError for lists of different lengths, and for the reasons `bootstrap_interval` does.
     """
     if len(a) != len(b):
         raise ValueError(f"a has {len(a)} values and b {len(b)}: pairs are by index, give both for the same items")
@@ -144,13 +146,13 @@ def _check_draws(num_samples: int, k: int) -> None:
 
 
 def _win_probability(count: int, others: Sequence[int], num_silent: int, k: int) -> float:
-    """The probability that the answer of `count` samples wins a draw of k against `others`, each with its count."""
+    """The probability that the answer with `count` samples wins a draw of k against answers with counts `others`."""
     num_samples = count + sum(others) + num_silent
     taken = {c: _binomial(c, k, num_samples) for c in {count, num_silent, *others}}
     total = 0.0
     for votes in range(1, len(taken[count])):
         ties_and_draws = _rivals([taken[c] for c in others], votes, k - votes)
-        # What the votes leave of the k draws is silent.
+        # The draws that no answer with votes takes come from the samples without an answer.
         silent = np.zeros(k - votes + 1)
         silent[: len(taken[num_silent])] = taken[num_silent][: k - votes + 1]
         chance_of_ties = ties_and_draws @ silent[::-1]
@@ -160,14 +162,14 @@ def _win_probability(count: int, others: Sequence[int], num_silent: int, k: int)
 
 
 def _binomial(count: int, k: int, num_samples: int) -> NDArray[np.float64]:
-    """The chances [u] of u successes, at most k, in `count` trials of k / num_samples each; from whole numbers."""
+    """The chances [u] of u successes, at most k, in `count` trials of k / num_samples each; computed from integers."""
     whole = num_samples**count
     ways = (comb(count, u) * k**u * (num_samples - k) ** (count - u) for u in range(min(count, k) + 1))
     return np.array([w / whole for w in ways])
 
 
 def _rivals(taken: Sequence[NDArray[np.float64]], votes: int, draws: int) -> NDArray[np.float64]:
-    """The chances [j, d] that the others draw d samples, none of them more than `votes`, and just j as many."""
+    """The chances [j, d] that the others draw d samples in total, none more than `votes`, and exactly j of them tie."""
     table = np.zeros((draws // votes + 1, draws + 1))
     table[0, 0] = 1.0
     for chances in taken:

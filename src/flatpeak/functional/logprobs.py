@@ -1,7 +1,7 @@
 """Log-probabilities and entropy from hidden states, in chunks: a [T, V] tensor never exists.
 
-Of 32k tokens and a vocabulary of 150k the logits alone would be 20 GB. The backward pass computes each chunk's
-logits again instead, for one more matrix product.
+For 32k tokens and a vocabulary of 150k, the logits alone would take 20 GB. The backward pass recomputes each chunk's
+logits, at the cost of one more matrix product.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 from flatpeak.kernels.matmul import add_linear, linear
 
 _LOGITS_PER_CHUNK_CPU = 1 << 22
-"""16 MiB of float32: what larger caches hold, and few enough passes over the gradient of a large output layer."""
+"""16 MiB of float32: fits larger caches, and still keeps passes over the gradient of a large output layer few."""
 _LOGITS_PER_CHUNK = 1 << 26
 """256 MiB of float32."""
 _ROWS_CPU = 256
-"""Rows of a chunk at least, on a CPU: the product of fewer with a large output layer is slower."""
+"""The smallest number of rows in a chunk on a CPU: with fewer, the product with a large output layer is slower."""
 _ROW_MULTIPLE = 64
-"""Whole tiles for the matrix product, so that a token's row is computed alike in every chunk but the last."""
+"""Whole tiles for the matrix product, so that a token's row is computed the same way in every chunk but the last."""
 
 
 def token_logprobs(
@@ -39,12 +39,12 @@ def token_logprobs(
     """(logprobs_T, entropy_T) of softmax(z) over the whole vocabulary, in nats.
 
     z = s (h W^T + b) / temperature with logit_scale s; with softcap c, z = c tanh(s (h W^T + b) / c) / temperature.
-    logprobs_t = z_y - log sum_v exp(z_v), entropy_t = -sum_v p_v log p_v. Logits have to be finite.
+    logprobs_t = z_y - log sum_v exp(z_v), entropy_t = -sum_v p_v log p_v. Logits must be finite.
 
-    Matrix products run in the inputs' dtype (autocast's where it is on), the rest and the results in float32, or
-    float64 for float64 inputs. Gradients reach hidden, weight and bias, from both outputs, once: differentiating twice
-    raises RuntimeError. `chunk_size` is tokens per chunk and changes nothing but memory and speed; None chooses it.
-    Raises ValueError for shapes or dtypes that do not fit.
+    Matrix products run in the inputs' dtype (under autocast, in its dtype); everything else, results included, is
+    float32, or float64 for float64 inputs. Both outputs give gradients to hidden, weight and bias, once:
+    differentiating twice raises RuntimeError. `chunk_size` is the number of tokens per chunk and changes only memory
+    and speed; None chooses it. Raises ValueError for shapes or dtypes that do not fit.
     """
     hidden_TD, output_weight_VD, bias_V = _autocast(hidden_TD, output_weight_VD, bias_V)
     _check(hidden_TD, output_weight_VD, targets_T, bias_V, chunk_size)
@@ -58,13 +58,13 @@ def token_logprobs(
 
 
 def chunk_tokens(vocabulary: int, *, on_cpu: bool) -> int:
-    """The tokens of a chunk where `token_logprobs` chooses."""
+    """The tokens per chunk when `token_logprobs` chooses."""
     budget, least = (_LOGITS_PER_CHUNK_CPU, _ROWS_CPU) if on_cpu else (_LOGITS_PER_CHUNK, _ROW_MULTIPLE)
     return max(least, budget // (vocabulary * _ROW_MULTIPLE) * _ROW_MULTIPLE)
 
 
 def _autocast(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cast as autocast does before a linear layer, here so that the backward pass recomputes the same."""
+    """Cast as autocast does before a linear layer, so that the backward pass recomputes with the same dtype."""
     device = hidden_TD.device.type
     if not torch.is_autocast_enabled(device) or hidden_TD.dtype == torch.float64:
         return hidden_TD, weight_VD, bias_V
@@ -105,7 +105,7 @@ class _Head:
         return (slice(start, start + self.chunk_size) for start in range(0, num_tokens, self.chunk_size))
 
     def scores(self, hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
-        """The chunk's z, [C, V] in at least float32, in memory of its own."""
+        """The chunk's z, [C, V] in at least float32, in newly allocated memory."""
         scores_CV = linear(hidden_CD, weight_VD, bias_V)
         scores_CV = scores_CV.to(_result_dtype(scores_CV))
         if self.logit_scale != 1:
@@ -138,7 +138,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 logprobs_CV = torch.log_softmax(scores_CV, -1)
                 logprobs_T[rows] = logprobs_CV.gather(1, targets_T[rows, None]).squeeze(1)
                 entropy_T[rows] = torch.exp(logprobs_CV, out=scores_CV).mul_(logprobs_CV).sum(-1).neg_()
-                del scores_CV, logprobs_CV  # or they would be kept until the next chunk has its own
+                del scores_CV, logprobs_CV  # otherwise they would live until the next chunk has allocated its tensors
         ctx.head = head
         ctx.save_for_backward(hidden_TD, weight_VD, targets_T, bias_V, entropy_T)
         return logprobs_T, entropy_T
@@ -199,10 +199,10 @@ class _Gradients:
 
 
 class _DifferentiatedOnce(torch.autograd.Function):
-    """A gradient as it is, which cannot be differentiated again.
+    """Passes a gradient through, and raises an error if it is differentiated again.
 
-    torch's `once_differentiable` lets a second derivative pass as a constant where the incoming gradient is one:
-    a Hessian through it would be silently wrong.
+    torch's `once_differentiable` treats the gradient as a constant in a second derivative if the incoming gradient is
+    constant: a Hessian computed through it would be wrong without any error.
     """
 
     @staticmethod

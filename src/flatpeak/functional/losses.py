@@ -1,7 +1,7 @@
 """Importance ratios and per-token policy losses, elementwise and to be minimized; the caller weighs and sums.
 
 Ratios compare full-vocabulary log-probabilities at the sampling temperature. On-policy every ratio is 1, so a
-surrogate reads about -A while its gradient is that of -A log p: a loss near 0 is no sign of a gradient near 0.
+surrogate has the value -A while its gradient is that of -A log p: a loss near 0 does not mean a gradient near 0.
 `POLICY_LOSSES` at the end names the losses that a recipe can choose.
 """
 
@@ -27,25 +27,25 @@ __all__ = [
 ]
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to this either way: beyond it the ratio (4.9e8) is no estimate, and exp would overflow."""
+"""Log-ratios are clamped to +- this limit: a larger ratio (4.9e8) is useless as an estimate, and exp would overflow."""
 
 
 def importance_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """r = exp(log p - log p_old), the log-ratio clamped at +-20, where the gradient ends."""
+    """r = exp(log p - log p_old), with the log-ratio clamped at +-20; beyond the clamp the gradient is 0."""
     return torch.exp((logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 def sequence_importance_ratio(logprobs_T: Tensor, old_logprobs_T: Tensor, sequence_T: Tensor, num: int) -> Tensor:
-    """s_i = exp(mean_t (log p_it - log p_old,it)), given to each token of completion i. GSPO, Zheng et al. 2025.
+    """s_i = exp(mean_t (log p_it - log p_old,it)), assigned to each token of completion i. GSPO, Zheng et al. 2025.
 
-    `sequence_T` says which of the `num` completions a token belongs to; completions have to be whole. The mean
-    log-ratio is clamped at +-20. Differentiable: d s_i / d log p_it = s_i / len_i.
+    `sequence_T` gives the completion of each token, 0 .. `num` - 1; completions must be whole. The mean log-ratio is
+    clamped at +-20. Differentiable: d s_i / d log p_it = s_i / len_i.
     """
     log_ratios_T = logprobs_T - old_logprobs_T
     sums_N = log_ratios_T.new_zeros(num).index_add(0, sequence_T, log_ratios_T)
     lengths_N = log_ratios_T.new_zeros(num).index_add(0, sequence_T, torch.ones_like(log_ratios_T))
     means_N = sums_N / lengths_N.clamp(min=1)
-    # Not means_N[sequence_T]: its backward adds repeated rows in no fixed order.
+    # Not means_N[sequence_T]: its backward pass adds repeated rows in an undefined order.
     return torch.exp(means_N.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).index_select(0, sequence_T)
 
 
@@ -64,7 +64,7 @@ def clipped_surrogate(
 ) -> Tensor:
     """-min(r A, clamp(r, 1 - clip_low, 1 + clip_high) A). PPO, Schulman et al. 2017; unequal sides, Yu et al. 2025.
 
-    With `dual_clip` c > 1 the loss is at most -c A where A < 0 (Ye et al. 2020), where PPO leaves r unbounded.
+    With `dual_clip` c > 1 the loss is at most -c A where A < 0 (Ye et al. 2020); PPO leaves r unbounded there.
     """
     if clip_low < 0 or clip_high < 0:
         raise ValueError(f"clip_low={clip_low}, clip_high={clip_high}: both are distances from 1, give 0 or more")
@@ -87,10 +87,10 @@ def truncated_policy_gradient(logprobs: Tensor, ratio: Tensor, advantages: Tenso
 
 
 def frozen_policy_loss(logprobs_T: Tensor, coefficients_T: Tensor) -> Tensor:
-    """c_t log p_t: the same actions with the same weights, as if drawn from the perturbed policy ("reuse").
+    """c_t log p_t: the same actions with the same weights, as if the perturbed policy had drawn them ("reuse").
 
-    Its Hessian leaves out sum_t c_t grad log p_t grad log p_t^T; on a softmax bandit with centred advantages what
-    remains is 0.
+    Its Hessian omits sum_t c_t grad log p_t grad log p_t^T. On a softmax bandit with centred advantages the remaining
+    Hessian is 0.
     """
     return coefficients_T * logprobs_T
 
@@ -105,7 +105,7 @@ def reweighted_policy_loss(
 ) -> Tensor:
     """c_t p_t / p_t^first: the importance-weighted loss with the first pass's clip mask ("importance").
 
-    For a surrogate -r A with r = p / p_old it is that surrogate, wherever the first pass did not clip. With
+    It equals the surrogate -r A with r = p / p_old wherever the first pass did not clip. With
     `sequence_T` (int64 [T], completions 0 .. num_sequences - 1) the ratio is each completion's geometric mean (GSPO).
     """
     if sequence_T is None:
@@ -114,15 +114,15 @@ def reweighted_policy_loss(
 
 
 def capped_policy_loss(logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, *, cap: float) -> Tensor:
-    """-A r up to the cap, -A cap log p above it: the gradient of CISPO's loss, and the curvature that belongs to it.
+    """-A r up to the cap, -A cap log p above it: the gradient of CISPO's loss, with the matching curvature.
 
-    `truncated_policy_gradient` detaches the ratio, so that its own second derivative says nothing about it.
+    `truncated_policy_gradient` detaches the ratio, so its second derivative omits the derivative of the ratio.
     """
     return torch.where(ratio_T.detach() > cap, -cap * advantages_T * logprobs_T, -ratio_T * advantages_T)
 
 
 class Coefficients(Protocol):
-    """The coefficients of all losses, as the section `objective` of a recipe has them."""
+    """The coefficients of all losses, as in the section `objective` of a recipe."""
 
     @property
     def clip_low(self) -> float:
@@ -146,12 +146,12 @@ TokenFunction = Callable[[Tensor, Tensor, Tensor, Coefficients], Tensor]
 
 
 def _never_clipped(logprobs: Tensor, ratio: Tensor, advantages: Tensor, coefficients: Coefficients) -> Tensor:
-    """False for every token: the loss has no clip."""
+    """False for every token, because the loss does not clip."""
     return torch.zeros_like(ratio, dtype=torch.bool)
 
 
 def _clipped_tokens(logprobs: Tensor, ratio: Tensor, advantages: Tensor, coefficients: Coefficients) -> Tensor:
-    """Whether PPO's clip takes a token's gradient away: r beyond the bound that the advantage pushes it towards."""
+    """Whether PPO's clip removes a token's gradient: r is beyond the bound that the advantage pushes it towards."""
     above = (ratio > 1 + coefficients.clip_high) & (advantages > 0)
     below = (ratio < 1 - coefficients.clip_low) & (advantages < 0)
     if coefficients.dual_clip is not None:
@@ -164,13 +164,13 @@ class PolicyLoss:
     """A loss that a recipe can choose, called the same way as all others."""
 
     value: TokenFunction
-    """The loss of each token, of that token's own values alone: batches are split anywhere between completions."""
+    """The loss of each token, from that token's values alone: batches are split anywhere between completions."""
     clipped: TokenFunction = _never_clipped
-    """bool: tokens whose gradient the clip takes away or, for CISPO, caps."""
+    """bool: tokens whose gradient the clip removes or, for CISPO, caps."""
     with_curvature: TokenFunction | None = None
-    """A loss of the same gradient with a meaningful second derivative, where `value` detaches the ratio."""
+    """A loss with the same gradient and a meaningful second derivative, for a `value` that detaches the ratio."""
     all_tokens: bool = False
-    """Whether a token of advantage 0 can have a gradient too, so that it must not be left out of the passes."""
+    """Whether a token of advantage 0 can have a gradient, so that the passes must not skip it."""
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {

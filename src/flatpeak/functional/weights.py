@@ -1,4 +1,4 @@
-"""Normalizations of the loss, each of which is one weight per completion."""
+"""Normalizations of the loss, each expressed as one weight per completion."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def completion_weights(
     max_tokens: int | None = None,
     valid_N: Tensor | None = None,
 ) -> Tensor:
-    """The float32 [N] weights w_i of loss = sum_i w_i sum_t loss_it, for one whole optimizer minibatch.
+    """The float32 [N] weights w_i of loss = sum_i w_i sum_t loss_it, for one whole minibatch of the optimizer.
 
-    With N, sum and max over the valid completions:
+    With N, sum and max taken over the valid completions:
 
     - `sequence_mean`: 1 / (N len_i). GRPO, Shao et al. 2024.
     - `constant`: 1 / (N max_tokens). Dr. GRPO, Liu et al. 2025.
@@ -27,11 +27,11 @@ def completion_weights(
     - `longest`: 1 / (N max(len)).
     - `sequence_sum`: 1 / N. LUSPO.
 
-    `valid_N` False (missing): weight 0, not counted. Length 0: weight 0, counted in N. Nothing valid: all zeros.
-    Weights are fixed before the first backward pass, so any split into micro-batches has the same gradient; where
+    `valid_N` False (missing): weight 0, not counted. Length 0: weight 0, counted in N. No valid completion: all zeros.
+    Weights are fixed before the first backward pass, so any split into micro-batches has the same gradient; if
     gradients are averaged over ranks, pass the lengths of all ranks and multiply by the number of ranks.
 
-    Raises ValueError for an unknown name, lengths that are no counts, or `constant` without `max_tokens`.
+    Raises ValueError for an unknown name, lengths that are not counts, or `constant` without `max_tokens`.
     """
     _check(lengths_N, normalization)
     valid_N = torch.ones_like(lengths_N, dtype=torch.bool) if valid_N is None else valid_N
@@ -53,7 +53,7 @@ def completion_weights(
         denominator_N = num * counted_N.amax() if len(counted_N) else num
     else:
         denominator_N = num
-    # The denominator can be 0 only where the numerator is.
+    # The denominator can be 0 only if the numerator is.
     return (counted_N > 0).float() / denominator_N.clamp(min=1)
 
 

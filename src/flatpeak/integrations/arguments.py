@@ -1,4 +1,4 @@
-"""Arguments of gradient regularization beside a trainer's own, and the configuration that they make up."""
+"""The arguments of gradient regularization, added to a trainer's arguments, and the configuration they make up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flatpeak.errors import UserError
 from flatpeak.gradreg.config import CORRECTED, GradientRegularizationConfig, PublishedBehavior
 
 PUBLISHED_EXCLUDE = ("embed", "embedding", "lm_head", "output", "classifier", "score")
-"""Published code perturbs every trainable parameter whose name contains none of these."""
+"""Published code perturbs every trainable parameter whose name contains none of these words."""
 PUBLISHED_EPS = 1e-3
 PUBLISHED_CLIP = 10.0
 ARGUMENTS = {
@@ -42,23 +42,23 @@ Scheduler = Callable[[int], float]
 class GradientRegularizationArguments:
     """Mix this in before any `TrainingArguments`: `class Config(GradientRegularizationArguments, DPOConfig)`.
 
-    Some types allow None although the default is another value: the command line then reads them as text.
+    Some types allow None although the default is a different value: the command line then parses them as text.
     """
 
     grad_reg_strength: float | str | None = field(
         default=0.0,
         metadata={
-            "help": "Strength of the penalty strength / 2 * ||gradient||^2: a number (0: off), ratio:0.3 to hold "
-            "the penalty's gradient at 0.3 times the norm of the plain one, or calibrated:0.3 to do so over the first "
-            "20 steps with advantages and keep the strength that this came to."
+            "help": "Strength of the penalty strength / 2 * ||gradient||^2: a number (0: off); ratio:0.3 to hold "
+            "the penalty's gradient at 0.3 times the norm of the plain gradient; or calibrated:0.3 to do so over the "
+            "first 20 steps with advantages and then keep the resulting strength."
         },
     )
     grad_reg_eps: float | None = field(
         default=None,
         metadata={
             "help": "Absolute step: the weights move by eps * gradient. Unset: a step relative to the norm of the "
-            "weights: 3e-5 in float32, 3e-4 where weights are rounded to bfloat16, 3e-3 for adapters of a model in "
-            "bfloat16, or another that the first check finds (published behavior: 1e-3, absolute)."
+            "weights: 3e-5 in float32, 3e-4 if weights are rounded to bfloat16, 3e-3 for adapters of a bfloat16 "
+            "model, or another step that the first check finds (published behavior: 1e-3, absolute)."
         },
     )
     grad_reg_warmup: int = field(
@@ -80,7 +80,7 @@ class GradientRegularizationArguments:
         metadata={
             "help": "The policy loss of the second pass (GRPO, RLOO). importance: ratios to the frozen old "
             "log-probabilities with the first pass's clip mask. reuse: every token's coefficient frozen. "
-            "importance_clipped: the loss again, clipping included. Other trainers evaluate their loss again in every "
+            "importance_clipped: the loss again, with clipping. Other trainers evaluate their loss again in every "
             "mode."
         },
     )
@@ -106,33 +106,33 @@ class GradientRegularizationArguments:
     )
     grad_reg_every: int = field(
         default=1,
-        metadata={"help": "Second pass every so many steps; in between the last penalty is used again (LookSAM)."},
+        metadata={"help": "Steps from one second pass to the next; those between reuse the last penalty (LookSAM)."},
     )
     grad_reg_min_perturbation_kept: float = field(
         default=0.3,
-        metadata={"help": "Refuse to begin where rounding leaves a smaller cosine of the perturbation than this."},
+        metadata={"help": "Refuse to start if rounding leaves the perturbation a smaller cosine than this."},
     )
     grad_reg_check_every: int = field(
         default=100,
         metadata={
             "help": "Compare the penalty at the step with that at its opposite in the first regularized step with "
-            "advantages, and again after so many. Below a cosine of 0.9 another step is looked for where none is set; "
-            "a cosine below 0.5 is refused at the first. 0: never, as in published behavior."
+            "advantages and then every this many steps. If the cosine is below 0.9 and no step is set, another step "
+            "is searched for; below 0.5 the first check fails. 0: never, as in published behavior."
         },
     )
     grad_reg_behavior: str = field(
         default="corrected",
         metadata={
             "help": "corrected, or published: absolute step, both gradients clipped before the difference, the second "
-            "gradient left in parameters that are not perturbed, parameters chosen by what their names contain, "
+            "gradient left in parameters that are not perturbed, parameters chosen by words in their names, "
             "dropout not replayed, the stock loss in the second pass."
         },
     )
     grad_reg_precision: str = field(
         default="float32",
         metadata={
-            "help": "float32: regularized steps run without autocast, generation included. autocast: as configured; "
-            "refused where rounding swallows the perturbation."
+            "help": "float32: regularized steps, including generation, run without autocast. autocast: as configured; "
+            "refused if the perturbation is lost to rounding."
         },
     )
     grad_reg_scheduler: str | None = field(
@@ -169,7 +169,7 @@ class GradientRegularizationArguments:
         return self.grad_reg_behavior == "published"
 
     def grad_reg_config(self) -> GradientRegularizationConfig:
-        """The configuration of these arguments; UserError names a bad one. In published behavior all is perturbed."""
+        """The configuration; UserError names a bad argument. In published behavior all parameters are perturbed."""
         self._check_choices()
         values: dict[str, Any] = {name: getattr(self, argument) for name, argument in ARGUMENTS.items()}
         values["strength"] = as_strength(self.grad_reg_strength)
@@ -196,11 +196,11 @@ class GradientRegularizationArguments:
         return load_scheduler(scheduler) if isinstance(scheduler, str) else scheduler
 
     def to_dict(self) -> dict[str, Any]:
-        """The arguments as a dictionary with functions by name: trackers write it as JSON."""
+        """The arguments as a dictionary with functions by name, because trackers write it as JSON."""
         return functions_by_name(super().to_dict())  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state with functions by name: every checkpoint pickles its arguments, and a lambda cannot be pickled."""
+        """The state with functions by name: every checkpoint pickles its arguments, and lambdas cannot be pickled."""
         return functions_by_name(vars(self))
 
     def _check_choices(self) -> None:
@@ -239,7 +239,7 @@ class GradientRegularizationArguments:
             "step": PUBLISHED_EPS if self.grad_reg_eps is None else self.grad_reg_eps,
             "step_scale": "absolute",
             "perturbed": "all",
-            "check_every": 0,  # what published code computes is no derivative where a clip or dropout comes between
+            "check_every": 0,  # with a clip or dropout in between, published code computes no derivative to check
         }
 
 
@@ -256,7 +256,7 @@ def checked_config(values: dict[str, Any]) -> GradientRegularizationConfig:
 
 
 def as_strength(value: float | str | None) -> float | str:
-    """The strength as a number, also where the command line gave text; a ratio stays text."""
+    """The strength as a number, also if the command line gave text; a ratio stays text."""
     if value is None:
         return 0.0
     try:
@@ -266,7 +266,7 @@ def as_strength(value: float | str | None) -> float | str:
 
 
 def as_perturbed(value: Sequence[str] | str | None) -> str | tuple[str, ...]:
-    """The perturbed set: one of the named ones, or patterns of names."""
+    """The perturbed set: a named set, or patterns of names."""
     if value is None:
         return "blocks"
     if not isinstance(value, str):

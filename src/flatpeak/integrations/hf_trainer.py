@@ -1,4 +1,4 @@
-"""Gradient regularization for transformers.Trainer and the trainers that are built on it."""
+"""Gradient regularization for transformers.Trainer and trainers derived from it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ STOCK_TRAINING_STEPS = {
     "trl.trainer.reward_trainer.RewardTrainer",
     "trl.trainer.sft_trainer.SFTTrainer",
 }
-"""Classes whose training_step is transformers' own but for timing, counting and where activations are kept."""
+"""Classes whose training_step is transformers' except for timing, counting and the place of activations."""
 LOOP_METHODS = ("train", "_inner_training_loop", "_run_epoch")
 DISTRIBUTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 FUSED_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
-"""Substrings of the names of optimizers that step inside the backward pass."""
+"""Parts of the names of optimizers that step inside the backward pass."""
 
 
 def check_arguments(trainer: Trainer) -> GradientRegularizationArguments:
-    """The trainer's arguments; UserError where they lack those of gradient regularization."""
+    """The trainer's arguments; UserError if they lack those of gradient regularization."""
     if not isinstance(trainer.args, GradientRegularizationArguments):
         raise UserError(
             f"{type(trainer).__name__}: args={type(trainer.args).__name__} has no grad_reg_ arguments; give "
@@ -43,7 +43,7 @@ def check_arguments(trainer: Trainer) -> GradientRegularizationArguments:
 
 
 def check_trainer(trainer: Trainer, mixin: type) -> None:
-    """Raise UserError where gradient regularization of the trainer would be wrong, with the first reason."""
+    """Raise UserError with the first reason why gradient regularization of the trainer would be wrong, if any."""
     for reason in (*_class_reasons(trainer, mixin), *_distribution_reasons(trainer), *_arithmetic_reasons(trainer)):
         raise UserError(f"gradient regularization of {type(trainer).__name__}: {reason}")
 
@@ -126,18 +126,18 @@ class GradientRegularizationMixin(Trainer):
     class MyTrainer(GradientRegularizationMixin, DPOTrainer): ...
     ```
 
-    After the last micro-batch of an update, all of them are run again at weights a small step further up the gradient.
-    L is the whole loss of the update. For trainers other than GRPO and RLOO the second pass evaluates the loss again,
-    whatever the ratio mode: a loss that draws a hard mask from the weights would need its own treatment. At strength
-    0, and during grad_reg_warmup, the trainer does exactly what it does without the mixin.
+    After the last micro-batch of an update, all its micro-batches run again at weights a small step up the gradient. L
+    is the whole loss of the update. For trainers other than GRPO and RLOO, the second pass evaluates the loss again in
+    every ratio mode: a loss that draws a hard mask from the weights would need special treatment. At strength 0, and
+    during grad_reg_warmup, the trainer does exactly what it does without the mixin.
     """
 
     grad_reg_trust_training_step = False
-    """Set this in a class whose own training_step computes the gradient of transformers' training_step."""
+    """Set this in a class whose training_step computes the gradient of transformers' training_step."""
     _grad_reg: Session | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raise TypeError where a trainer precedes the mixin, whose methods would then not be called."""
+        """Raise TypeError if a trainer precedes the mixin, whose methods would then not be called."""
         super().__init_subclass__(**kwargs)
         before = cls.__mro__[1 : cls.__mro__.index(GradientRegularizationMixin)]
         for kind in before:
@@ -156,16 +156,16 @@ class GradientRegularizationMixin(Trainer):
 
     @property
     def grad_reg_replaying(self) -> bool:
-        """Whether a second pass is under way: a loss that keeps records of its own should keep none then."""
+        """Whether a second pass is running: a loss that keeps records should then keep none."""
         return self._grad_reg is not None and self._grad_reg.replaying is not None
 
     @property
     def grad_reg_skipped_updates(self) -> int:
-        """The number of updates without their penalty, and of those dropped because their gradient was not finite."""
+        """The number of updates without their penalty, plus updates dropped for a gradient that is not finite."""
         return 0 if self._grad_reg is None else self._grad_reg.metrics.skipped
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Run the trainer's own step, and after an update's last micro-batch the second pass."""
+        """Run the trainer's step, and after an update's last micro-batch the second pass."""
         stock = super().training_step
         if self._grad_reg is None:
             return stock(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
@@ -176,7 +176,7 @@ class GradientRegularizationMixin(Trainer):
         return stock(inputs) if self._grad_reg is None else self._grad_reg.prepare_inputs(stock, inputs)
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute the trainer's own loss, or the one that its second pass differentiates."""
+        """Compute the trainer's loss, or in the second pass the loss to differentiate."""
         stock = super().compute_loss
         if self._grad_reg is None:
             return stock(model, inputs, *args, **kwargs)
@@ -199,7 +199,7 @@ class GradientRegularizationMixin(Trainer):
         return stock() if self._grad_reg is None else self._grad_reg.mask("off_policy", stock)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log, with the `gradreg/` metrics beside those of training."""
+        """Log the metrics of training and the `gradreg/` metrics."""
         if self._grad_reg is not None and "loss" in logs:
             logs.update(self._grad_reg.metrics.pop_means())
         super().log(logs, *args, **kwargs)
@@ -217,8 +217,8 @@ class GradientRegularizationMixin(Trainer):
 
 @dataclass
 class GradientRegularizedTrainingArguments(GradientRegularizationArguments, TrainingArguments):
-    """The TrainingArguments of transformers with those of gradient regularization."""
+    """transformers' TrainingArguments with the arguments of gradient regularization."""
 
 
 class GradientRegularizedTrainer(GradientRegularizationMixin):
-    """The Trainer of transformers with gradient regularization."""
+    """transformers' Trainer with gradient regularization."""

@@ -1,8 +1,8 @@
-"""The second pass of a Hugging Face trainer: micro-batches replayed in the first pass's state, precision and loss.
+"""The second pass of a Hugging Face trainer: replays micro-batches with the first pass's state, precision and loss.
 
-TRL's policy-gradient trainers (GRPO, RLOO) write their loss in the log-probabilities that
+TRL's policy-gradient trainers (GRPO, RLOO) compute their loss from the log-probabilities that
 `_get_per_token_logps_and_entropies` returns. Intercepting that call with recorded numbers evaluates the stock loss
-without the model, for every loss type and normalization there is.
+without the model, for every loss type and normalization.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ StockLoss = Callable[[Inputs], Tensor]
 GRPO = "trl.trainer.grpo_trainer.GRPOTrainer"
 RLOO = "trl.trainer.rloo_trainer.RLOOTrainer"
 HARD_CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo")
-"""Loss types with a hard clip or cap. The others (sapo, vespo) are smooth and need nothing frozen but old log-probs."""
+"""Loss types with a hard clip or cap. The others (sapo, vespo) are smooth and need only frozen old log-probs."""
 PLAIN_TYPES = (bool, int, float, str, Tensor, type(None))
 METRICS = ("_metrics", "_stored_metrics")
 """The attributes in which trainers collect metrics for their logs."""
@@ -41,14 +41,14 @@ IEEE = "ieee"
 
 @dataclass(kw_only=True, slots=True)
 class MicroBatch:
-    """One micro-batch, with the state before and the results of its first pass."""
+    """One micro-batch, with the state before its first pass and the results of that pass."""
 
     model: nn.Module
     num_items: Any
     inputs: Any = None
     """The inputs as the trainer prepared them."""
     random: RandomState | None = None
-    """The generators' state after that: generating completions draws numbers too."""
+    """The generators' state after that, because generating completions draws numbers too."""
     attributes: dict[str, Any] = field(default_factory=dict)
     """The trainer's plain attributes after that, such as an entropy coefficient that the loss adapts."""
     scores: tuple[Tensor, Tensor | None, Tensor | None] | None = None
@@ -56,7 +56,7 @@ class MicroBatch:
     coefficients: Tensor | None = None
     """The derivatives d policy loss / d log-probability of each token."""
     masks: dict[str, Tensor] = field(default_factory=dict)
-    """Masks that the loss drew from the first pass's values: drawn again, they could differ between the passes."""
+    """Masks that the loss drew from the first pass's values: drawn again, they could differ in the second pass."""
 
     def record_prepared(self, trainer: Trainer, inputs: Any) -> None:
         """Record the state between the preparation of the inputs and the loss."""
@@ -65,7 +65,7 @@ class MicroBatch:
         self.attributes = plain_attributes(trainer)
 
     def copied_inputs(self) -> Any:
-        """A shallow copy of the inputs: losses take entries out and put others in."""
+        """A shallow copy of the inputs, because losses remove and add entries."""
         return copy.copy(self.inputs)
 
     def rewind(self, trainer: Trainer) -> None:
@@ -74,7 +74,7 @@ class MicroBatch:
 
 
 def has_nonzero_advantages(inputs: Any) -> bool:
-    """Whether a micro-batch has an advantage that is not 0; inputs without advantages, as of a preference loss, do."""
+    """Whether a micro-batch has a nonzero advantage; true for inputs without advantages, as for a preference loss."""
     advantages = inputs.get("advantages") if isinstance(inputs, Mapping) else None
     return bool(advantages.any()) if isinstance(advantages, Tensor) else True
 
@@ -86,7 +86,7 @@ def plain_attributes(trainer: Trainer) -> dict[str, Any]:
 
 @contextmanager
 def preserved_state(trainer: Trainer) -> Iterator[None]:
-    """Restore everything that the trainer's loss changes inside, metrics included."""
+    """A context that restores everything that the trainer's loss changes, including metrics."""
     attributes = plain_attributes(trainer)
     collected = [getattr(trainer, name) for name in METRICS if getattr(trainer, name, None) is not None]
     metrics = [(values, copy_metrics(values)) for values in collected]
@@ -108,7 +108,7 @@ def copy_metrics(metrics: Any) -> Any:
 
 
 def restore_metrics(metrics: Any, before: Any) -> None:
-    """Make `metrics` equal a copy, dictionaries in place: others hold references to them, some have defaults."""
+    """Make `metrics` equal a copy, with dictionaries changed in place: others refer to them, some have defaults."""
     for name in [name for name in metrics if name not in before]:
         del metrics[name]
     for name, value in before.items():
@@ -119,7 +119,7 @@ def restore_metrics(metrics: Any, before: Any) -> None:
 
 
 def replay_micro_batch(trainer: Trainer, micro: MicroBatch, *, last: bool) -> None:
-    """Run a micro-batch forward and backward again by transformers' training_step: TRL's own counts generations."""
+    """Run a micro-batch forward and backward again by transformers' training_step, because TRL's counts generations."""
     trainer.accelerator.gradient_state._set_sync_gradients(last)
     offload = getattr(trainer, "maybe_activation_offload_context", nullcontext())
     with synchronization(trainer, micro.model, last=last), offload:
@@ -127,7 +127,7 @@ def replay_micro_batch(trainer: Trainer, micro: MicroBatch, *, last: bool) -> No
 
 
 def synchronization(trainer: Trainer, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-    """The context that synchronizes gradients in the last micro-batch only, as in the trainer's own loop."""
+    """The context that synchronizes gradients only in the last micro-batch, as in the trainer's loop."""
     accelerator = trainer.accelerator
     if last or accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
         return nullcontext()
@@ -153,7 +153,7 @@ class SecondPassLoss:
 
     @classmethod
     def for_trainer(cls, trainer: Trainer, mode: RatioMode) -> SecondPassLoss | None:
-        """The loss of a TRL trainer; None for others, whose loss is evaluated again in every mode."""
+        """The loss of a TRL trainer; None for other trainers, whose loss is evaluated again in every mode."""
         for kind in type(trainer).__mro__:
             if path_of(kind) in (GRPO, RLOO):
                 return cls(trainer, mode, stock=path_of(kind))
@@ -161,18 +161,18 @@ class SecondPassLoss:
 
     @property
     def reevaluates_loss(self) -> bool:
-        """Whether the second pass is the stock loss with its old log-probabilities frozen, and nothing else."""
+        """Whether the second pass is just the stock loss with frozen old log-probabilities."""
         if self.mode != "importance":
             return self.mode == "importance_clipped"
         owner = next(path_of(kind) for kind in type(self.trainer).__mro__ if "_compute_loss" in vars(kind))
         return owner != self.stock or (self.stock == GRPO and self.trainer.loss_type not in HARD_CLIPPED_LOSSES)
 
     def score(self, compute: Callable[[], Scores]) -> Scores:
-        """The trainer's scores, computed or those that an evaluation of the loss puts in their place."""
+        """The trainer's scores, computed or replaced while the loss is being evaluated."""
         return compute() if self._interceptor is None else self._interceptor(compute)
 
     def first(self, stock: StockLoss, inputs: Inputs, micro: MicroBatch) -> Tensor:
-        """Evaluate the first pass's loss, and record its scores."""
+        """Evaluate the first pass's loss and record its scores."""
 
         def keep(compute: Callable[[], Scores]) -> Scores:
             logprobs_BT, entropies_BT, aux = scores = compute()
@@ -193,7 +193,7 @@ class SecondPassLoss:
         return loss
 
     def second(self, stock: StockLoss, inputs: Inputs, micro: MicroBatch) -> Tensor:
-        """Evaluate the second pass's loss: its gradient at the first pass's weights is the first pass's gradient."""
+        """Evaluate the second pass's loss: at the first pass's weights, it has the first pass's gradient."""
         inputs = self._with_old(inputs, micro)
         if self.reevaluates_loss:
             return self._evaluate(stock, inputs, micro)
@@ -207,15 +207,15 @@ class SecondPassLoss:
             logprobs.append(scores[0])
             return scores
 
-        with self._intercepting(record):  # advantages of 0 leave KL, entropy and auxiliary terms, as they are written
+        with self._intercepting(record):  # with advantages of 0, the KL, entropy and auxiliary terms remain
             others = self._evaluate(stock, without_policy, micro)
         weights_BT = micro.coefficients * self._ratio(logprobs[0].detach(), inputs, micro)
-        # The ratio is detached: c r grad log p is the gradient of c r for a token's own ratio, and of r times a
-        # completion's common c for a completion's; the form stays right where the c of one completion differ.
+        # The ratio is detached: c r grad log p is the gradient of c r for a token's ratio, and of r times a common c
+        # for a completion's ratio; it also holds if the c of one completion differ.
         return others + frozen_policy_loss(logprobs[0], weights_BT).sum()
 
     def _coefficients(self, stock: StockLoss, inputs: Inputs, without_policy: Inputs, micro: MicroBatch) -> Tensor:
-        """The derivatives d policy loss / d log-probability of each token, normalization included."""
+        """The derivatives d policy loss / d log-probability of each token, with normalization."""
         scores = first_scores(micro)
 
         def gradient(inputs: Inputs) -> Tensor:
@@ -228,7 +228,7 @@ class SecondPassLoss:
         return gradient(inputs) - gradient(without_policy)
 
     def _ratio(self, logprobs_BT: Tensor, inputs: Inputs, micro: MicroBatch) -> Tensor:
-        """The ratio of p to p of the first pass, at the trainer's level; 1 where the mode or CISPO's cap freezes it."""
+        """The ratio of p to the first pass's p, at the trainer's level; 1 if the mode or CISPO's cap freezes it."""
         first_BT = first_scores(micro)[0]
         if self.mode == "reuse":
             return torch.ones_like(first_BT)
@@ -247,13 +247,13 @@ class SecondPassLoss:
         if "tool_mask" in inputs:
             mask_BT = mask_BT * inputs["tool_mask"]
         difference = ((logprobs_BT - old_logprobs_BT) * mask_BT).sum(1, keepdim=True)
-        if self.stock == GRPO:  # GSPO's geometric mean; RLOO's ratio is that of whole completions
+        if self.stock == GRPO:  # GSPO's geometric mean; RLOO uses the ratio of whole completions
             difference = difference / mask_BT.sum(1, keepdim=True).clamp(min=1)
         ratio: Tensor = difference.exp()
         return ratio
 
     def _with_old(self, inputs: Inputs, micro: MicroBatch) -> Inputs:
-        """Add the first pass's log-probabilities as old ones, where on-policy TRL stores none and takes the current."""
+        """Add the first pass's log-probabilities as old ones; on-policy TRL stores none and uses the current ones."""
         if self.stock == RLOO or inputs.get("old_per_token_logps") is not None:
             return inputs
         return {**inputs, "old_per_token_logps": first_scores(micro)[0]}
@@ -273,7 +273,7 @@ class SecondPassLoss:
 
 def first_scores(micro: MicroBatch) -> Scores:
     """The scores of the first pass."""
-    assert micro.scores is not None  # `first` ran before any replay, or raised
+    assert micro.scores is not None  # `first` has run before any replay, or raised
     return micro.scores
 
 
@@ -283,7 +283,7 @@ def autocasts(trainer: Trainer) -> bool:
 
 
 def sharded_dtype(trainer: Trainer) -> torch.dtype | None:
-    """The type to which FSDP2 casts weights; None where it does not, or is not used."""
+    """The type to which FSDP2 casts weights; None without FSDP2 or a cast."""
     if not trainer.is_fsdp_enabled:
         return None
     policy = trainer.accelerator.state.fsdp_plugin.mixed_precision_policy
@@ -291,7 +291,7 @@ def sharded_dtype(trainer: Trainer) -> torch.dtype | None:
 
 
 def compute_dtype(trainer: Trainer, precision: str) -> torch.dtype | None:
-    """The type to which a regularized forward pass rounds weights, for the guard; None where it does not."""
+    """The type to which a regularized forward pass rounds weights, for the guard; None if it does not round."""
     if precision == "float32":
         return None
     return sharded_dtype(trainer) or (torch.bfloat16 if autocasts(trainer) else None)
@@ -299,9 +299,9 @@ def compute_dtype(trainer: Trainer, precision: str) -> torch.dtype | None:
 
 @contextmanager
 def without_autocast(trainer: Trainer) -> Iterator[None]:
-    """Run without autocast, and without TensorFloat-32 in matrix products.
+    """A context without autocast, and without TensorFloat-32 in matrix products.
 
-    accelerate bakes autocast into `forward` of the models it prepares and keeps the plain one beside it.
+    accelerate builds autocast into `forward` of the models it prepares and keeps the plain one beside it.
     """
     accelerator = trainer.accelerator
     models = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]

@@ -42,16 +42,16 @@ from flatpeak.integrations.second_pass import (
 
 STATE = "gradient_regularization.json"
 MEMORY = "gradient_regularization/memory.safetensors"
-"""A folder of its own: vLLM, SGLang and others load every `*.safetensors` file beside config.json as weights."""
+"""In a separate folder: vLLM, SGLang and others load every `*.safetensors` file beside config.json as weights."""
 StockStep = Callable[[nn.Module, Any, Any], Tensor]
-"""The training_step that the trainer has without the mixin."""
+"""The trainer's training_step without the mixin."""
 
 
 class Session:
-    """The state of a regularized trainer, which the mixin's methods share."""
+    """The state of a regularized trainer, shared by the mixin's methods."""
 
     def __init__(self, trainer: Trainer, arguments: GradientRegularizationArguments) -> None:
-        """Raise UserError where there is no parameter to perturb."""
+        """Raise UserError if there is no parameter to perturb."""
         self.trainer = trainer
         self.arguments = arguments
         self.published = arguments.grad_reg_published
@@ -77,7 +77,7 @@ class Session:
 
     @property
     def regularizer(self) -> GradientRegularizer:
-        """The regularizer, built once the model is where it will be trained: sharding replaces parameters."""
+        """The regularizer, built when the model is ready for training, because sharding replaces parameters."""
         if self._regularizer is None:
             with argument_names_in_errors():
                 self._regularizer = GradientRegularizer(
@@ -113,7 +113,7 @@ class Session:
         return loss
 
     def prepare_inputs(self, stock: Callable[[Any], Any], inputs: Any) -> Any:
-        """Prepare and record the inputs in the first pass, and give the same in the second."""
+        """Prepare and record the inputs in the first pass, and return the recorded inputs in the second."""
         if self.replaying is not None:
             self.replaying.rewind(self.trainer)
             if not self.published and self.replaying.random is not None:
@@ -135,7 +135,7 @@ class Session:
         return stock(inputs)
 
     def mask(self, name: str, draw: Callable[[], Tensor]) -> Tensor:
-        """The first pass's mask, which the loss draws from its own values; the second pass uses it again."""
+        """The first pass's mask, which the loss draws from its values; the second pass uses it again."""
         micro = self.replaying or self.recording
         if micro is None or self.published:
             return draw()
@@ -144,7 +144,7 @@ class Session:
         return micro.masks[name]
 
     def begin_training(self) -> None:
-        """Discard the state of a run that ended, or broke off, in the middle."""
+        """Discard the state of a run that ended or was interrupted."""
         if not self._loaded:
             self._regularizer = None
         self._loaded, self._active, self._prepared = False, None, False
@@ -165,7 +165,7 @@ class Session:
         save_state(self.regularizer, Path(directory), writes=args.should_save)
 
     def load(self, checkpoint: str) -> None:
-        """Restore the state of a checkpoint; of one that was written without regularization, the number of steps."""
+        """Restore a checkpoint's state; only the number of steps if it was written without regularization."""
         self._regularizer = None
         if not load_state(self.regularizer, Path(checkpoint)):
             self.regularizer.schedule.updates = self.trainer.state.global_step
@@ -246,13 +246,13 @@ class Session:
 
 
 class SessionCallback(TrainerCallback):
-    """The callback that passes the trainer's events on to a session."""
+    """The callback that passes the trainer's events to a session."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Begin training, after a checkpoint was loaded."""
+        """Begin training, after a checkpoint has been loaded."""
         self.session.begin_training()
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
@@ -262,7 +262,7 @@ class SessionCallback(TrainerCallback):
 
 @contextmanager
 def argument_names_in_errors() -> Iterator[None]:
-    """Raise the regularizer's errors with the names of the trainer's arguments."""
+    """A context that raises the regularizer's errors with the names of the trainer's arguments."""
     try:
         yield
     except UserError as error:
@@ -273,7 +273,11 @@ def published_parameters(
     model: nn.Module, config: GradientRegularizationConfig, exclude: list[str] | str | None
 ) -> GradientRegularizationConfig:
     """The configuration with the published set: the parameters whose names contain none of some words."""
-    words = PUBLISHED_EXCLUDE if exclude is None else (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    words: tuple[str, ...] = PUBLISHED_EXCLUDE
+    if isinstance(exclude, str):
+        words = (exclude,)
+    elif exclude is not None:
+        words = tuple(exclude)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     chosen = tuple(name for name in names if not any(word in name for word in words))
     if not chosen:
@@ -282,7 +286,7 @@ def published_parameters(
 
 
 def at_strength(config: GradientRegularizationConfig, strength: float) -> GradientRegularizationConfig:
-    """The configuration at the strength of a schedule; UserError that names the argument where it is none."""
+    """The configuration at a schedule's strength; UserError with the argument's name if that is not a strength."""
     try:
         return checked_config({**config.model_dump(), "strength": strength})
     except UserError as error:
@@ -294,7 +298,7 @@ class MetricsAccumulator:
 
     def __init__(self) -> None:
         self.skipped = 0
-        """Updates without their penalty, and those dropped because their gradient was not finite."""
+        """Updates without their penalty, and updates dropped because of a gradient that is not finite."""
         self._values: dict[str, list[float]] = defaultdict(list)
         self._second_pass_seconds = 0.0
         self._total_seconds = 0.0
@@ -313,7 +317,7 @@ class MetricsAccumulator:
         self._total_seconds += seconds
 
     def pop_means(self) -> dict[str, float]:
-        """Return the means by the names of docs/metrics.md, and start anew; empty where no update was regularized."""
+        """Return the means by the names of docs/metrics.md, and reset; empty if no update was regularized."""
         means = {name: sum(values) / len(values) for name, values in self._values.items()}
         if means and self._total_seconds > 0:
             means["gradreg/time_share"] = self._second_pass_seconds / self._total_seconds
@@ -323,7 +327,7 @@ class MetricsAccumulator:
 
 
 def save_state(regularizer: GradientRegularizer, directory: Path, *, writes: bool) -> None:
-    """Write the state that the next update depends on. Every rank has to call it; the one that `writes` writes."""
+    """Write the state that the next update depends on. Every rank calls it; the rank that `writes` writes the file."""
     tensors = {name: tensor.contiguous() for name, tensor in regularizer.tensors().items()}
     if not writes:
         return
@@ -335,7 +339,7 @@ def save_state(regularizer: GradientRegularizer, directory: Path, *, writes: boo
 
 
 def load_state(regularizer: GradientRegularizer, directory: Path) -> bool:
-    """Restore the state of a checkpoint; False where it has none, having been written without regularization."""
+    """Restore a checkpoint's state; False if it has none because it was written without regularization."""
     if not (directory / STATE).exists():
         return False
     memory = directory / MEMORY

@@ -1,4 +1,4 @@
-"""Gradient regularization for TRL's trainers: change the import, and give a strength.
+"""Gradient regularization for TRL's trainers: change the import, and set a strength.
 
 ```
 from flatpeak.integrations.trl import GradientRegularizedGRPOConfig, GradientRegularizedGRPOTrainer
@@ -32,11 +32,11 @@ except ModuleNotFoundError as error:
 
 @dataclass
 class GradientRegularizedGRPOConfig(GradientRegularizationArguments, GRPOConfig):
-    """The GRPOConfig of TRL with the arguments of gradient regularization."""
+    """TRL's GRPOConfig with the arguments of gradient regularization."""
 
 
 class GradientRegularizedGRPOTrainer(GradientRegularizationMixin, GRPOTrainer):
-    """The GRPOTrainer of TRL with gradient regularization."""
+    """TRL's GRPOTrainer with gradient regularization."""
 
 
 __all__ = [

@@ -1,1 +1,1 @@
-"""Kernels for matrix products and decoding attention, which know tensors and no models; torch only."""
+"""Kernels for matrix products and decoding attention: they take tensors instead of models, and need torch only."""

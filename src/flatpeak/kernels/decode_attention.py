@@ -1,12 +1,13 @@
-"""Attention of one new token per slot over its prompt's and its own keys: in torch, or by a kernel on a GPU.
+"""Attention of one new token per slot over the keys of its prompt and its completion: in torch, or by a GPU kernel.
 
-`decode_attention` chooses: Triton's kernel (decode_attention_triton) where it is there and has agreed with the exact
+`decode_attention` chooses Triton's kernel (decode_attention_triton) if it is available and has agreed with the exact
 result on this device, else torch. policy/kv_cache.py has a picture of the memory that both read.
 
-Shape letters: R slots being decoded (the first R of S), H heads, D head dimension, T own columns, A entries of prompts,
-C columns of all prompts' key heads, W tiles. An entry's prompt stands in a region of columns_A columns; those of its
-first key head begin at index starts_A * Hkv of the prompts' keys and values, and the other heads' follow. No function
-here reads a value back to the host, and no shape depends on one, so that calls can be captured in a CUDA graph.
+Shape letters: R slots being decoded (the first R of S), H heads, D head dimension, T columns of a slot, A entries of
+prompts, C columns of all prompts' key heads, W tiles. An entry's prompt occupies a region of columns_A columns; those
+of its first key head begin at index starts_A * Hkv of the prompts' keys and values, and the other heads follow.
+No function here reads a value back to the host, and no shape depends on a value, so calls can be captured in a CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from torch import Tensor
 from flatpeak.kernels.prompt_tiles import PromptTiles
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-"""Largest difference from the float64 result, of values drawn from N(0, 1), at which the kernel is used."""
+"""Largest allowed difference from the float64 result, for N(0, 1) inputs; beyond it the kernel is not used."""
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
 MOST_COLUMNS = 2**18
-"""Keys of all slots together that plain torch lays side by side at a time."""
+"""The most keys, of all slots together, that plain torch lays side by side at once."""
 _FAULTS: list[str] = []
 
 
@@ -47,11 +48,12 @@ def decode_attention(
     softcap: float | None = None,
     tiles: PromptTiles | None = None,
 ) -> Tensor:
-    """softmax(softcap * tanh(scale * q k / softcap)) v over the prompt's keys and then the slot's own: [R, Hq, D].
+    """softmax(softcap * tanh(scale * q k / softcap)) v over the keys of the prompt and then the slot's: [R, Hq, D].
 
-    Slot s sees the first lengths_S[s] of its own columns, the newest being the query's own token, and the first
-    prompt_lengths_A[prompt_S[s]] columns of its prompt; with a window, of these the last `window` positions. No region
-    has more than `prompt_columns` columns. `tiles` spares the kernel sorting the slots by prompt in every layer.
+    Slot s sees the first lengths_S[s] of its columns, the last of which belongs to the query's token, and the first
+    prompt_lengths_A[prompt_S[s]] columns of its prompt; with a window, only the last `window` of these positions. No
+    region has more than `prompt_columns` columns. With `tiles`, the kernel need not sort the slots by prompt in every
+    layer.
     """
     tensors = (query_RHD, keys_SHTD, values_SHTD, lengths_S)
     prompts = (prompt_keys_CD, prompt_values_CD, prompt_S, prompt_lengths_A, starts_A, columns_A)
@@ -84,10 +86,10 @@ def reference_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """`decode_attention` in torch: slots' keys side by side, some slots at a time. Unseen columns must be finite."""
+    """`decode_attention` in torch: slots' keys side by side, a few slots at a time. Unseen columns must be finite."""
     slots, heads, dim = query_RHD.shape
     kv_heads, columns = keys_SHTD.shape[1:3]
-    # Query heads that share a key head become query rows of it: no repeated keys.
+    # Query heads that share a key head become query rows of it, so keys are not repeated.
     folded_RHQD = query_RHD.reshape(slots, kv_heads, heads // kv_heads, dim)
     head_H1 = torch.arange(kv_heads, device=query_RHD.device)[:, None]
     position = torch.arange(prompt_columns, device=query_RHD.device)
@@ -130,7 +132,7 @@ def _attend_side_by_side(
 def visible_keys(
     lengths_R: Tensor, prompt_lengths_R: Tensor, *, prompt_columns: int, columns: int, window: int | None
 ) -> Tensor:
-    """bool [R, L + T]: whether each slot's newest token sees each prompt column, and then each own column."""
+    """bool [R, L + T]: whether each slot's newest token sees each prompt column, and then each column of the slot."""
     prompt_position = torch.arange(prompt_columns, device=lengths_R.device)
     own_position = torch.arange(columns, device=lengths_R.device)
     on_prompt = prompt_position < prompt_lengths_R[:, None]
@@ -160,7 +162,7 @@ def uses_kernel(query_RHD: Tensor, keys_SHTD: Tensor, *, window: int | None, sof
 
 
 def kernel_notices() -> list[str]:
-    """Reasons why attention on a GPU ran without the kernel, one line each; empty where it did not."""
+    """Reasons why attention on a GPU ran without the kernel, one line each; empty if the kernel ran."""
     return sorted(set(_FAULTS))
 
 
@@ -168,9 +170,9 @@ def kernel_notices() -> list[str]:
 def kernel_fault(
     *, device: torch.device, dtype: torch.dtype, dim: int, heads: int, kv_heads: int, windowed: bool, softcapped: bool
 ) -> str | None:
-    """The reason why the kernel cannot be used for such heads; None once it has agreed with the exact result there.
+    """The reason why the kernel cannot be used for such heads; None once it has agreed with the exact result for them.
 
-    Runs the kernel, and so may not be called for the first time while a graph is being captured.
+    The first call runs the kernel, and so must not happen while a graph is being captured.
     """
     fault = _unserved(dtype=dtype, dim=dim, heads=heads, kv_heads=kv_heads) or _disagreement(
         device=device, dtype=dtype, dim=dim, heads=heads, kv_heads=kv_heads, windowed=windowed, softcapped=softcapped
@@ -206,7 +208,7 @@ def _disagreement(
 
         tiles = PromptTiles.build(problem["prompt_S"], num_entries=3, repeats=heads // kv_heads)
         attended = kernel_attention(**problem, **settings, tiles=tiles).double()
-    except Exception as error:  # compilers and drivers raise types of their own, and torch is there to go on with
+    except Exception as error:  # compilers and drivers raise their own types of errors, and torch can take over
         return f"it failed: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
     exact: dict[str, Any] = {
         name: given.double() if isinstance(given, Tensor) and given.is_floating_point() else given

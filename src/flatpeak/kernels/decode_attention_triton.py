@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,unused-ignore"
-"""decode_attention in Triton: keys cut into chunks that are attended at the same time, then merged by log-sum-exp.
+"""decode_attention in Triton: keys are cut into chunks that are attended in parallel, then merged by log-sum-exp.
 
-The first programs take a prompt's chunk with all query rows of a tile of slots that share the prompt, the others a
-chunk of one slot's own keys. Lengths, prompts and tiles are read on the device: chunks past the end find nothing to do,
-and a launch is the same from token to token. M are query rows of one key head, N keys, C chunks.
+The first programs take a chunk of a prompt with all query rows of a tile of slots that share the prompt; the others
+take a chunk of the keys of one slot. Lengths, prompts and tiles are read on the device: chunks past the end do nothing,
+and a launch is the same for every token. M are query rows of one key head, N keys, C chunks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def kernel_attention(
     tiles: PromptTiles,
     chunk: int | None = None,
 ) -> Tensor:
-    """`decode_attention` by the kernel. Columns of slots and regions must be multiples of 64, `chunk` (keys) too."""
+    """`decode_attention` by the kernel. Columns of slots and regions and `chunk` (in keys) must be multiples of 64."""
     slots, heads, dim = query_RHD.shape
     kv_heads, columns = keys_SHTD.shape[1:3]
     for states in (keys_SHTD, values_SHTD, prompt_keys_CD, prompt_values_CD):
@@ -52,7 +52,7 @@ def kernel_attention(
     shape_RHC = (slots, heads, prompt_chunks + chunks)
     partial_RHCD = torch.empty((*shape_RHC, dim), dtype=torch.float32, device=query_RHD.device)
     logsum_RHC = torch.empty(shape_RHC, dtype=torch.float32, device=query_RHD.device)
-    # A slot's prompt chunks belong to the tile that holds it, so every entry of logsum_RHC has just one writer.
+    # A slot's prompt chunks belong to the tile that holds it, so only one program writes each entry of logsum_RHC.
     _attend_chunks[(num_tiles * prompt_chunks + slots * chunks, kv_heads)](
         *(query_RHD.contiguous(), partial_RHCD, logsum_RHC),
         *(keys_SHTD, values_SHTD, lengths_S, columns, chunks),
@@ -75,7 +75,7 @@ def kernel_attention(
 
 
 def launch_settings(dim: int, *, repeats: int, item_size: int) -> dict[str, int]:
-    """Block sizes: shared memory holds some stages of key and value blocks, and half precision doubles what fits."""
+    """Block sizes: shared memory holds a few stages of key and value blocks, and twice as many in half precision."""
     block_d = triton.next_power_of_2(dim)
     row_bytes = block_d * item_size
     return {
@@ -89,7 +89,7 @@ def launch_settings(dim: int, *, repeats: int, item_size: int) -> dict[str, int]
 
 
 def choose_chunk(columns: int, *, programs: int, device: torch.device) -> int:
-    """Keys per program: as many as give every processor work, from the shapes alone."""
+    """Keys per program, so that every processor has work; computed from the shapes alone."""
     chunk = LARGEST_CHUNK
     while chunk > 64 and programs * -(-columns // chunk) < 2 * _processors(device):
         chunk //= 2
@@ -114,11 +114,11 @@ def _attend_chunks(
     KV_HEADS: tl.constexpr, REPEATS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     OWN_ROWS: tl.constexpr, TILE: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr,
 ):
-    """One chunk of a tile's prompt, or one chunk of a slot's own keys."""
+    """One chunk of a tile's prompt, or one chunk of the keys of a slot."""
     program = tl.program_id(0)
     kv_head = tl.program_id(1)
     all_chunks = prompt_chunks + chunks
-    # The branches share no name of another shape: the compiler would want to merge them.
+    # The branches use different names for tensors of different shapes: the compiler would try to merge equal names.
     if program < num_tiles * prompt_chunks:
         tile = program // prompt_chunks
         index = program % prompt_chunks
@@ -183,7 +183,7 @@ def _attend(
         k_ND = tl.load(keys + n[:, None] * DIM + d[None, :], mask=inside_ND, other=0.0)
         score_MN = _scores(q_MD, k_ND, n, end, lowest_M, scale, softcap, WINDOWED, SOFTCAPPED)
         new_M = tl.maximum(top_M, tl.max(score_MN, 1))
-        shift_M = tl.where(new_M == float("-inf"), 0.0, new_M)  # a row that has seen no key yet
+        shift_M = tl.where(new_M == float("-inf"), 0.0, new_M)  # for a row that has not seen a key yet
         weight_MN = tl.exp(score_MN - shift_M[:, None])
         decay_M = tl.exp(top_M - shift_M)
         v_ND = tl.load(values + n[:, None] * DIM + d[None, :], mask=inside_ND, other=0.0)
@@ -205,8 +205,8 @@ def _attend(
 def _scores(
     q_MD, k_ND, n, end, lowest_M, scale, softcap, WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr
 ):
-    """Of query rows against keys number `n`, minus infinity where a row does not see a key."""
-    # For float32: three products of TF32 parts, exact to about 1e-6 and on tensor cores. Ignored for bfloat16.
+    """Scores of query rows against keys number `n`; minus infinity if a row does not see a key."""
+    # For float32: three products of TF32 parts, exact to about 1e-6, on tensor cores. Ignored for bfloat16.
     score_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="tf32x3") * scale
     if SOFTCAPPED:
         score_MN = softcap * (2.0 * tl.sigmoid(2.0 * score_MN / softcap) - 1.0)

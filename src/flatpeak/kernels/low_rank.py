@@ -1,8 +1,8 @@
 """A frozen linear layer with a low-rank adapter as one product, x W^T + b + s (x A^T) B^T (arXiv 2106.09685).
 
-Composed of layers, as peft has it, the adapter's product, its scaled copy and the sum are three more tensors of the
-output's size, and the backward pass has as many. Here both products are added where the base's result lies, and what is
-kept for the backward pass are the input, which layers that read the same share, and x A^T.
+As peft composes it from layers, the adapter's product, its scaled copy and the sum are three more tensors of the
+output's size, and as many in the backward pass. Here both products are added into the memory of the base layer's
+result. The backward pass keeps only x A^T and the input, which layers with the same input share.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class Adapter:
 def adapted_linear(input_MK: Tensor, weight: Callable[[], Tensor], bias_N: Tensor | None, adapter: Adapter) -> Tensor:
     """Multiply by a frozen layer and its adapter: [..., N] in the input's dtype, differentiable any number of times.
 
-    Gradients reach the input, A and B. `weight` returns W as [N, K] in the input's dtype, anew in each pass, so that
-    one in 4 bits is dequantized for as long as it is needed. The adapter's products are computed in its own dtype.
+    Gradients reach the input, A and B. `weight` returns W as [N, K] in the input's dtype, and is called in each pass,
+    so that 4-bit weights are dequantized only while they are used. The adapter's products are computed in its own
+    dtype.
     """
     down_RK, up_NR = adapter.down_RK, adapter.up_NR
     if torch.is_grad_enabled():
@@ -42,7 +43,7 @@ def adapted_linear(input_MK: Tensor, weight: Callable[[], Tensor], bias_N: Tenso
 
 
 def add_product(output_MN: Tensor, low_MR: Tensor, up_NR: Tensor, scaling: float = 1.0) -> Tensor:
-    """Add scaling * low up^T, in place where both have one dtype and autograd does not watch."""
+    """Add scaling * low up^T; in place if both have the same dtype and autograd is not recording."""
     if torch.is_grad_enabled() or output_MN.dtype != low_MR.dtype:
         return torch.addmm(output_MN.to(low_MR.dtype), low_MR, up_NR.t(), alpha=scaling).to(output_MN.dtype)
     return output_MN.addmm_(low_MR, up_NR.t(), alpha=scaling)
@@ -91,7 +92,7 @@ class _AdaptedLinear(torch.autograd.Function):
         if torch.is_grad_enabled():  # as a function of input and A, to be differentiated again
             low_MR = linear(precise_MK, down_RK)
         grad_low_MR = linear(precise_MN, up_NR.t()) * ctx.scaling
-        # Few rows times many columns: the products in this order read memory in its own.
+        # For few rows times many columns: the products in this order read memory contiguously.
         grad_down_RK = linear(grad_low_MR.t(), precise_MK.t()) if needs_down else None
         grad_up_RN = linear((low_MR * ctx.scaling).t(), precise_MN.t()) if needs_up else None
         grad_input = None

@@ -16,12 +16,12 @@ KIND = (
     "CPU part",
     "Features",
 )
-"""The fields that are alike on two machines with the same processor."""
+"""The fields that are equal on two machines with the same processor."""
 
 
 @cache
 def fields() -> dict[str, str]:
-    """The fields of the first processor; none where there is no such file."""
+    """The fields of the first processor; empty if there is no such file."""
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
             first = lines.read().partition("\n\n")[0]
@@ -32,10 +32,10 @@ def fields() -> dict[str, str]:
 
 
 def vendor() -> str:
-    """The processor's vendor, such as GenuineIntel; empty where nothing says it."""
+    """The processor's vendor, such as GenuineIntel; empty if unknown."""
     return fields().get("vendor_id", "")
 
 
 def kind() -> list[str]:
-    """Values by which two kinds of processors differ."""
+    """Values that distinguish kinds of processors."""
     return [fields().get(name, "") for name in KIND]

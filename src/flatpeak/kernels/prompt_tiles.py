@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TILE_ROWS = 64
-"""Query rows that the kernel holds against one prompt's keys at once."""
+"""Query rows that the kernel multiplies with one prompt's keys at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptTiles:
     """Slots that share a prompt, cut into tiles that fit TILE_ROWS query rows of a key head.
 
-    The shapes depend on the numbers of slots and entries only, so captured graphs stay valid; `refresh_` after slots
-    have moved or been given another prompt.
+    The shapes depend only on the numbers of slots and entries, so captured graphs stay valid. Call `refresh_` after
+    slots have moved or have another prompt.
     """
 
     order_R: Tensor
@@ -36,7 +36,7 @@ class PromptTiles:
         """Make tiles of slots with these prompts; `repeats` is the number of query heads per key head."""
         slots = len(prompt_R)
         slots_per_tile = TILE_ROWS // repeats
-        # Every prompt has at most one tile that is not full.
+        # Every prompt has at most one partly filled tile.
         tiles = min(slots, num_entries + slots // slots_per_tile)
         table = cls(
             order_R=torch.zeros_like(prompt_R),

@@ -1,8 +1,8 @@
-"""peft's linear layers with LoRA adapters, each computed as one product (kernels.low_rank) where that is the same.
+"""peft's linear layers with LoRA adapters, each computed as one product (kernels.low_rank) if the result is the same.
 
-As with plain layers (policy.linears) the classes are exchanged and nothing else. What is not plain LoRA over a frozen
-base is left to peft's own forward pass, call by call: DoRA and other variants, dropout at work, biases of adapters,
-several active adapters or none, merged ones, modules with hooks, autocast, compiled layers.
+As for plain layers (policy.linears), only the classes of the modules are replaced. Each call that is not plain LoRA
+over a frozen base uses peft's forward pass: DoRA and other variants, active dropout, biases of adapters, several active
+adapters or none, merged adapters, modules with hooks, autocast, compiled layers.
 
 Importing this module loads peft.
 """
@@ -24,7 +24,7 @@ _BASES = (nn.Linear, FastLinear, Conv1D, FastConv1D)
 
 
 class AdaptedLayer(FastLayer):
-    """A layer of peft's with a base, adapters by name, and a forward pass of its own behind this one."""
+    """A layer of peft's with a base and named adapters, whose peft forward pass remains available as a fallback."""
 
     active_adapters: list[str]
     base_layer: Any
@@ -38,7 +38,7 @@ class AdaptedLayer(FastLayer):
     scaling: Any
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return x W^T + b + s x A^T B^T, or what peft makes of it."""
+        """Return x W^T + b + s x A^T B^T, or the result of peft's forward pass."""
         packed = self.packed if not (args or kwargs or self.disable_adapters) else None
         if packed is not None and reads_packed(x):
             return packed[0].output(packed[1], x)
@@ -49,7 +49,7 @@ class AdaptedLayer(FastLayer):
         return adapted_linear(x, self.matrix, self.base_layer.bias, adapter)
 
     def adapter(self) -> Adapter | None:
-        """The only active adapter, where the layer is plain LoRA over a frozen base."""
+        """The only active adapter, if the layer is plain LoRA over a frozen base."""
         names = self.active_adapters
         if len(names) != 1 or names[0] not in self.lora_A or self.disable_adapters or self.merged:
             return None
@@ -65,11 +65,11 @@ class AdaptedLayer(FastLayer):
         return Adapter(down_RK=down.weight, up_NR=up.weight, scaling=self.scaling[name])
 
     def knows(self, base: nn.Module) -> bool:
-        """Whether `matrix` reads such a base."""
+        """Whether `matrix` can read such a base."""
         return type(base) in _BASES
 
     def multiplies(self, x: Tensor) -> bool:
-        """Whether an input is multiplied as it is, and not cast beforehand."""
+        """Whether an input is multiplied as it is, without a cast."""
         return bool(x.dtype == self.base_layer.weight.dtype)
 
     def matrix(self) -> Tensor:
@@ -91,23 +91,23 @@ if is_bnb_4bit_available():
     from peft.tuners.lora import Linear4bit
 
     class AdaptedLinear4bit(AdaptedLayer, Linear4bit):
-        """peft's layer over a linear layer in 4 bits, on a CPU; on a GPU bitsandbytes' kernels are left to it."""
+        """peft's layer over a 4-bit linear layer, on a CPU; on a GPU peft uses bitsandbytes' kernels."""
 
         plain = Linear4bit
 
         def knows(self, base: nn.Module) -> bool:
-            """Whether `matrix` reads such a base."""
+            """Whether `matrix` can read such a base."""
             state = _quant_state(base)
             shape = (self.out_features, self.in_features)
             return base.weight.device.type == "cpu" and state is not None and tuple(state.shape) == shape
 
         def multiplies(self, x: Tensor) -> bool:
-            """Whether an input is multiplied as it is, and not cast beforehand."""
+            """Whether an input is multiplied as it is, without a cast."""
             base = self.base_layer
             return x.dtype == base.compute_dtype and (base.bias is None or base.bias.dtype == x.dtype)
 
         def matrix(self) -> Tensor:
-            """The base's weight as [out, in], dequantized for this product alone."""
+            """The base's weight as [out, in], dequantized for this product only."""
             weight = self.base_layer.weight
             matrix: Tensor = dequantize_4bit(weight, _quant_state(self.base_layer)).to(self.base_layer.compute_dtype)
             return matrix
@@ -116,12 +116,12 @@ if is_bnb_4bit_available():
 
 
 def _quant_state(base: Any) -> Any:
-    """The scales of a weight in 4 bits; one that FSDP2 has gathered leaves them to its layer."""
+    """The scales of a 4-bit weight; if FSDP2 has gathered the weight, its layer holds them."""
     return getattr(base.weight, "quant_state", None) or getattr(base, "quant_state", None)
 
 
 def make_adapters_fast(model: nn.Module) -> None:
-    """Exchange the class of every linear layer with LoRA adapters; `linears.make_plain` restores them."""
+    """Replace the class of every linear layer with LoRA adapters; `linears.make_plain` restores them."""
     for module in model.modules():
         fast = _FAST.get(type(module))
         if fast is not None:

@@ -1,4 +1,4 @@
-"""The weights of a model under the names of its checkpoints: as files, or as tensors for servers."""
+"""A model's weights under their names in checkpoints: as files, or as tensors for servers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flatpeak.utils.huggingface import no_progress_bar
 
 
 def save_model(model: Any, directory: Path, *, head: nn.Linear | None) -> None:
-    """Write a model in Hugging Face format; `head`: an output layer to write by itself too where it is tied."""
+    """Write a model in Hugging Face format; `head`: an output layer to write separately as well if it is tied."""
     with no_progress_bar():
         model.save_pretrained(directory)
     if tied := tied_head(model, head):
@@ -25,7 +25,7 @@ def save_model(model: Any, directory: Path, *, head: nn.Linear | None) -> None:
 
 
 def named_weights(model: Any, *, head: nn.Linear | None) -> list[tuple[str, Tensor]]:
-    """The tensors that `save_model` writes, as views of the model's own; of those that are one, the first."""
+    """The tensors that `save_model` writes, as views of the model's; of tied tensors only the first."""
     weights: dict[str, Tensor] = {}
     seen = set[int]()
     for name, weight in model.state_dict().items():

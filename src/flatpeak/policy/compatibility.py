@@ -1,4 +1,4 @@
-"""The models that flatpeak's attention serves: types that tests prove, each proven again by a probe when loaded."""
+"""The models that flatpeak's attention supports: types proven by tests, and checked again by a probe when loaded."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Probed(Protocol):
         ...
 
     def plain_attention(self) -> AbstractContextManager[Any]:
-        """A context that gives the model with its own attention."""
+        """A context with the model under its own attention."""
         ...
 
 
@@ -70,16 +70,16 @@ PROVEN = frozenset(
 )
 """Model types that tests/policy proves equal to the plain forward pass, packed and decoded."""
 SHARED_ROPE = frozenset({"dynamic", "longrope"})
-"""Rotary scalings where the longest sequence of a batch changes all others."""
+"""Rotary scalings in which the longest sequence of a batch changes all others."""
 PROBE_TOLERANCES = {torch.bfloat16: 5e-2}
-"""Of logits, relative to the largest, for weights of less than single precision: a resumed run probes trained weights
-again and must decide as before, so they are wide (the largest gap of 14 model types was 2.4%)."""
+"""The tolerance for logits, relative to the largest, if weights have less than single precision. A resumed run probes
+the trained weights and must decide as before, so it is wide (the largest gap of 14 model types was 2.4%)."""
 PROBE_TOLERANCE = 1e-3
 """The tolerance for weights in all other types."""
 
 
 def unsupported(model: Any) -> str | None:
-    """The reason in a model's configuration why it must fall back; None if there is none."""
+    """The reason in a model's configuration why it must use the fallback; None if there is none."""
     config = model.config
     if config.model_type not in PROVEN:
         return f"model type {config.model_type!r} is not proven with the native engine"
@@ -101,7 +101,7 @@ def _rope_types(settings: Any) -> set[str]:
 def probe(policy: Probed) -> str | None:
     """Compare packed and decoded logits with the plain forward pass on two short prompts; None if they agree.
 
-    Of 8 and 4 tokens, or fewer where the context is shorter.
+    The prompts have 8 and 4 tokens, or fewer if the context is shorter.
     """
     layers = policy.causal.config.num_hidden_layers
     vocabulary = policy.head.linear.weight.shape[0]
@@ -125,7 +125,7 @@ def probe(policy: Probed) -> str | None:
         if sorted(state.calls) != list(range(layers)):
             return f"decoding ran attention on layers {sorted(state.calls)} instead of once on each of {layers}"
     except (UnservedAttentionError, TypeError, ValueError, IndexError, RuntimeError) as error:
-        return str(error)  # an unknown model may do anything with a mask that is none
+        return str(error)  # an unknown model may fail in any way without a usual mask
     start = 0
     for index, tokens in enumerate((long, short)):
         with policy.plain_attention() as model:

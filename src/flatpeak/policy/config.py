@@ -11,46 +11,47 @@ from flatpeak.utils.schema import StrictConfig
 
 
 class TokenizerConfig(StrictConfig):
-    """A tokenizer built from the task's own text."""
+    """A tokenizer built from the task's text."""
 
     type: Literal["characters", "bpe"] = "characters"
     """characters: one token for each character of the text. bpe: a byte-level BPE trained on it."""
     vocab_size: Annotated[int, Field(ge=16)] = 1000
-    """Size of a BPE vocabulary (digits are always single tokens); characters take what the text has."""
+    """Size of a BPE vocabulary (digits are always single tokens); no effect with `characters`."""
 
 
 class NewModelConfig(StrictConfig):
-    """A model with random weights: any causal architecture transformers knows."""
+    """A model with random weights, of any causal architecture that transformers knows."""
 
     architecture: str = "llama"
-    """The transformers model type: llama, gpt2, qwen2, ... The saved tokenizer of a new qwen2 is misread by
-    transformers' AutoTokenizer, and read as it was by flatpeak."""
+    """The transformers model type: llama, gpt2, qwen2, ... transformers' AutoTokenizer misreads the saved tokenizer of
+    a new qwen2 model; flatpeak loads it correctly."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """Fields of its transformers config (hidden_size, num_hidden_layers, ...); vocabulary and special ids are set."""
+    """Fields of its transformers config (hidden_size, num_hidden_layers, ...); flatpeak sets vocabulary and special
+    ids."""
     tokenizer: TokenizerConfig = TokenizerConfig()
 
 
 class ModelConfig(StrictConfig):
-    """One of `path` (a directory or Hub name) and `new`; neither where the caller of flatpeak.train brings a model."""
+    """Set `path` (a directory or Hub name) or `new`; neither if the caller of flatpeak.train passes a model."""
 
     path: str | None = None
     """A directory or Hub name of a model, a checkpoint or an adapter, or a GGUF file; null: `new`, or the caller's
     model."""
     revision: str | None = None
-    """Of a Hub name: a branch, tag or commit; null: main."""
+    """A branch, tag or commit of a Hub name; null: main."""
     new: NewModelConfig | None = None
-    """A model with random weights: any causal architecture transformers knows. null: none."""
+    """A model with random weights, of any causal architecture that transformers knows. null: none."""
     device: str = "auto"
-    """auto: cuda where there is one, else cpu."""
+    """auto: cuda if available, else cpu."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The weights' type. bfloat16: the optimizer keeps a float32 master of each trainable weight, and saved models are
-    in bfloat16. A caller's own model keeps the type it has."""
+    in bfloat16. A model passed by the caller keeps its type."""
     dropout: bool = False
     """Keep the model's dropout while training. Off by default: dropout makes the policy differ from its sampler."""
     trust_remote_code: bool = False
-    """Whether code that comes with the model or its tokenizer may run here."""
+    """Allow code that comes with the model or its tokenizer to run on this machine."""
     lora: LoraConfig | None = None
-    """Train adapters in float32 and leave the model's own weights as they are; `{}` takes the defaults. null: train the
+    """Train adapters in float32 and keep the model's weights frozen; `{}` uses the defaults. null: train the
     weights."""
     quantization: Literal["nf4"] | None = None
     """nf4: keep the linear layers in 4 bits, under adapters (QLoRA: Dettmers et al. 2023, arXiv 2305.14314). null: all
@@ -93,26 +94,26 @@ class ModelConfig(StrictConfig):
 
 
 class ReferenceConfig(StrictConfig):
-    """The model that KL is measured against."""
+    """The model to which KL is measured."""
 
     model: str | None = None
     """A directory or Hub name; null: the policy as it was when RL began, after SFT."""
     keep: bool = False
-    """Keep a reference, and log the KL to it, even at kl.coefficient 0."""
+    """Keep a reference and log the KL to it even if kl.coefficient is 0."""
     reset_every: Annotated[int, Field(ge=1)] | None = None
-    """Every this many steps of RL the policy, as it is then, becomes the reference; null: never."""
+    """After every this many steps of RL, the current policy becomes the reference; null: never."""
     reset_at_kl: Annotated[float, Field(gt=0)] | None = None
-    """After any step whose policy/kl_reference exceeds this, the policy, as it is then, becomes the reference; null:
-    never. This and `reset_every` imply `keep`."""
+    """After any step with policy/kl_reference above this, the current policy becomes the reference; null: never. This
+    and `reset_every` imply `keep`."""
     reset_optimizer: bool = False
-    """At a reset, clear the optimizer's moments and step counts too; the learning rate's schedule goes on."""
+    """At a reset, also clear the optimizer's moments and step counts; the learning rate's schedule continues."""
     offload: bool = False
-    """Keep the reference's own weights in host memory, and on a CUDA device only while it scores: the same scores, bit
-    for bit. Weights that it shares with the policy, as under adapters, stay. No effect on a CPU."""
+    """Keep the reference's weights in host memory, and move them to a CUDA device only while it scores; scores stay
+    bit-identical. Weights shared with the policy, as under adapters, stay on the device. No effect on a CPU."""
 
     @property
     def resets(self) -> bool:
-        """Whether there is a rule by which the reference is reset."""
+        """Whether there is a rule that resets the reference."""
         return self.reset_every is not None or self.reset_at_kl is not None
 
     @model_validator(mode="after")

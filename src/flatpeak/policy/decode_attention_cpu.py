@@ -1,9 +1,9 @@
-"""Attention of one new token per slot on a CPU: plain batched products over the slot's own keys and its prompt's.
+"""Attention of one new token per slot on a CPU: plain batched products over the keys of the slot and its prompt.
 
-The softmax of a slot runs over its prompt's columns and its own, so scores of both are made first, by two products: one
-over the slots' own keys, and one over prompts' keys in which all slots of a group are query rows. What a slot computes
-must not depend on the others, to the bit (docs/engine.md): hence the rules below on how many rows and columns a product
-has, and in how many steps it sums.
+The softmax of a slot runs over the columns of its prompt and its completion, so scores of both are computed first, by
+two products: one over the completions' keys, and one over prompts' keys in which all slots of a group are query rows. A
+slot's result must not depend on the other slots, to the bit (docs/engine.md): hence the rules below for the number of
+rows and columns of a product, and the number of steps in a sum.
 
 R slots being decoded; r query heads to each of Hkv key heads; W visible columns; A regions of prompts, of C slots each.
 """
@@ -19,16 +19,16 @@ from flatpeak.policy.kv_cache import KeyValueCache
 from flatpeak.policy.training_attention import SUM_COLUMNS, AttentionRule
 
 LEAST_QUERIES = 4
-"""Slots of a prompt come in multiples of this: products of fewer query rows round differently from those of more."""
+"""Slots of a prompt are padded to a multiple of this: products of fewer query rows round differently."""
 MOSTLY = 0.75
-"""Above this share of regions in use, all of them are multiplied where they stand, which saves a copy."""
+"""If more than this share of regions is in use, all regions are multiplied in place, which saves a copy."""
 
 
 class CpuDecodeAttention:
     """Implements kv_cache.DecodeAttention by plain batched products.
 
-    For a few query rows they are faster than torch's fused kernel, which works on tiles. The work is bound by reading
-    keys and values, so only the columns in use are read, and a prompt's once for all slots of its group.
+    For a few query rows they are faster than torch's fused kernel, which works on tiles. Reading keys and values takes
+    most of the time, so only the columns in use are read, and a prompt's only once for all slots of its group.
     """
 
     def __init__(self) -> None:
@@ -39,11 +39,11 @@ class CpuDecodeAttention:
         self._prompts: list[SharedPrompts] | None = None
 
     def rearranged(self, cache: KeyValueCache) -> None:
-        """Drop the tables of slots by prompt, which `begin` makes again."""
+        """Drop the tables of slots by prompt; `begin` builds them again."""
         self._prompts = None
 
     def begin(self, cache: KeyValueCache, batch_size: int, width: int) -> None:
-        """Prepare a step that sees `width` own columns."""
+        """Prepare a step that sees `width` columns of completions."""
         if self._prompts is None or batch_size != self._batch_size:
             self._prompts = _by_region_size(cache, batch_size)
         self._batch_size, self._width = batch_size, width
@@ -56,11 +56,11 @@ class CpuDecodeAttention:
         return self._own_columns[kv_heads]
 
     def attend(self, cache: KeyValueCache, layer: int, query: Tensor, rule: AttentionRule) -> Tensor:
-        """Attend with query [R, Hq, 1, D] over prompts' and own keys: [R, 1, Hq, D]."""
+        """Attend with query [R, Hq, 1, D] over keys of prompts and completions: [R, 1, Hq, D]."""
         slots, heads, _, dim = query.shape
         keys, values = (memory[:slots, :, : self._width].flatten(0, 1) for memory in cache.layers[layer])
         kv_heads = len(keys) // slots
-        # Query heads that share a key head become query rows of it: no repeated keys.
+        # Query heads that share a key head become query rows of it, so keys are not repeated.
         folded = query.reshape(len(keys), heads // kv_heads, dim)
         scores = _scores(rule, folded, keys, self._bias(cache, kv_heads, rule.window))
         assert self._prompts is not None
@@ -79,7 +79,8 @@ class CpuDecodeAttention:
         return (attended + weighted_sum(on_own, values)).view(slots, 1, heads, values.shape[-1])
 
     def _bias(self, cache: KeyValueCache, kv_heads: int, window: int | None) -> Tensor:
-        """Mask of own columns as numbers to add, float32 [R * Hkv, 1, W]: 0 where a slot sees one, else -inf."""
+        """Mask of completions' columns to add to scores, float32 [R * Hkv, 1, W]: 0 where a slot sees one, else
+        -inf."""
         if (kv_heads, window) not in self._own_bias:
             lengths_R = cache.lengths_S[: self._batch_size]
             distance = lengths_R[:, None] - torch.arange(self._width)
@@ -89,7 +90,7 @@ class CpuDecodeAttention:
 
 
 def _by_region_size(cache: KeyValueCache, batch_size: int) -> list[SharedPrompts]:
-    """The prompts of the first slots, those in regions of one size together: a product needs equal shapes."""
+    """The prompts of the first slots, grouped by region size: a product needs equal shapes."""
     regions = [cache.prompts.region_of(entry) for entry in cache.prompt_S[:batch_size].tolist()]
     by_size = sorted(range(batch_size), key=lambda slot: regions[slot][0])
     shared = []
@@ -100,10 +101,10 @@ def _by_region_size(cache: KeyValueCache, batch_size: int) -> list[SharedPrompts
 
 
 class SharedPrompts:
-    """Prompts in regions of one size: the slots that share one are query rows of the same product.
+    """Prompts in regions of one size: slots that share a prompt are query rows of the same product.
 
-    A table names the slots of each region, filled up with any slot to the same number for all. R counts these slots
-    only.
+    A table lists the slots of each region, padded with any slot so that all have the same number. R counts only these
+    slots.
     """
 
     def __init__(self, cache: KeyValueCache, columns: int, slots: list[int], regions: list[int]) -> None:
@@ -112,7 +113,7 @@ class SharedPrompts:
         self._columns = columns
         self._slots_R = torch.tensor(slots)
         used = sorted(set(regions))
-        # Regions between those in use are multiplied too where they are few: to leave them out takes a copy.
+        # If only a few regions lie unused in between, they are multiplied too: leaving them out takes a copy.
         self._regions = list(range(used[-1] + 1)) if len(used) > MOSTLY * (used[-1] + 1) else used
         index_of = {region: index for index, region in enumerate(self._regions)}
         prompt_R = torch.tensor([index_of[region] for region in regions])
@@ -139,9 +140,9 @@ class SharedPrompts:
     def attend(
         self, cache: KeyValueCache, layer: int, rule: AttentionRule, query: Tensor, own: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Weight the prompts' values, given query [R * Hkv, r, D] and scores of own keys [R * Hkv, r, X].
+        """Weight the prompts' values, given query [R * Hkv, r, D] and scores of completions' keys [R * Hkv, r, X].
 
-        Returns these weighted values [R * Hkv, r, D], and the weights of own keys, which the same softmax gives.
+        Returns these weighted values [R * Hkv, r, D], and the weights of completions' keys from the same softmax.
         """
         on_prompt = self._scores(cache, layer, rule, query)
         weights = _softmax(torch.cat([on_prompt, own], -1), query)
@@ -206,7 +207,7 @@ def _scores(rule: AttentionRule, query: Tensor, keys: Tensor, bias: Tensor) -> T
 
 
 def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
-    """Sum values [B, W, D] by weights [B, q, W]: [B, q, D], the same bits however many columns of weight 0 follow."""
+    """Sum values [B, W, D] by weights [B, q, W]: [B, q, D], the same bits for any number of trailing zero weights."""
     if weights.shape[-1] <= SUM_COLUMNS:
         return torch.bmm(weights, values)
     attended = torch.bmm(weights[..., :SUM_COLUMNS], values[:, :SUM_COLUMNS])
@@ -222,5 +223,5 @@ def _softmax(scores: Tensor, like: Tensor) -> Tensor:
 
 
 def _minus_infinity(hidden: Tensor, kv_heads: int) -> Tensor:
-    """A mask bool [B, W] as numbers to add, float32 [B * Hkv, 1, W]: minus infinity where hidden, else 0."""
+    """A mask bool [B, W] to add to scores, float32 [B * Hkv, 1, W]: minus infinity where hidden, else 0."""
     return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf).repeat_interleave(kv_heads, 0)[:, None]

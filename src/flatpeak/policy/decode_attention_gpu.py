@@ -1,8 +1,8 @@
-"""Attention of one new token per slot on a GPU: one kernel over the slot's own keys and its prompt's.
+"""Attention of one new token per slot on a GPU: one kernel over the keys of the slot and its prompt.
 
-A decoding step is captured as a CUDA graph and replayed, so nothing here may depend on a value on the host that changes
-from token to token: the kernel reads lengths, prompts and tiles on the device, and only moves of slots or prompts,
-which happen between steps, rewrite its tables.
+A decoding step is captured as a CUDA graph and replayed, so nothing here may depend on a host value that changes from
+token to token. The kernel reads lengths, prompts and tiles on the device; only moves of slots or prompts, which happen
+between steps, rewrite its tables.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from flatpeak.policy.training_attention import AttentionRule
 
 
 class GpuDecodeAttention:
-    """Implements kv_cache.DecodeAttention by `kernels.decode_attention`: Triton's kernel, or torch where it fails."""
+    """Implements kv_cache.DecodeAttention by `kernels.decode_attention`: Triton's kernel, or torch if that fails."""
 
     def __init__(self) -> None:
         self._tiles: dict[tuple[int, int], PromptTiles] = {}
         self._batch_size = 0
 
     def rearranged(self, cache: KeyValueCache) -> None:
-        """Bring the tables up to date, in place, as captured graphs read them."""
+        """Update the tables in place, because captured graphs read them."""
         for (slots, _), tiles in self._tiles.items():
             tiles.refresh_(cache.prompt_S[:slots])
 
     def begin(self, cache: KeyValueCache, batch_size: int, width: int) -> None:
-        """Prepare a step over the first slots; the kernel reads lengths by itself."""
+        """Prepare a step over the first slots; the kernel reads lengths itself."""
         self._batch_size = batch_size
 
     def columns(self, cache: KeyValueCache, kv_heads: int) -> Tensor:
@@ -36,7 +36,7 @@ class GpuDecodeAttention:
         return cache.next_columns(self._batch_size, kv_heads)
 
     def attend(self, cache: KeyValueCache, layer: int, query: Tensor, rule: AttentionRule) -> Tensor:
-        """Attend with query [R, Hq, 1, D] over prompts' and own keys: [R, 1, Hq, D]."""
+        """Attend with query [R, Hq, 1, D] over keys of prompts and completions: [R, 1, Hq, D]."""
         keys, values = cache.layers[layer]
         slots, heads = query.shape[:2]
         repeats = heads // keys.shape[1]

@@ -1,10 +1,10 @@
-"""Tests that passed, kept in the user's cache: the second start of a run tests nothing again.
+"""Passed tests, kept in the user's cache, so that the next start of a run does not repeat them.
 
-To pass belongs to the kernels and to a model's shape, not to its weights. Kernels and torch compute the same sums in
-another order: they differ by rounding, or by a bug, which a shape has at any weights. To fail may be due to weights
-alone, as a diverged run's, whose gradients are mostly rounding: it is tested again at every start. Hooks and modules
-that the kernels do not know are looked for at every request, and weights that are not finite are tested again, as a
-test refuses them.
+Whether a test passes depends on the kernels and the model's shape, not on its weights: kernels and torch compute the
+same sums in another order and differ by rounding, or by a bug, which a shape shows with any weights. A failure may be
+due to the weights alone (the gradients of a diverged run are mostly rounding), so failed tests are repeated at every
+start. Every request checks for hooks and modules that the kernels do not support, and weights that are not finite are
+tested again, because a test rejects them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from flatpeak.policy.linears import plain_class
 
 PACKAGE = Path(__file__).parents[1]
 FOLDERS = ("kernels", "policy", "functional", "rollout")
-"""The folders of the package whose source decides a verdict."""
+"""The folders of the package whose source determines a verdict."""
 PASSED = "passed"
 
 
 class Tested(Protocol):
-    """The interface of a policy that is read here."""
+    """The part of a policy that is used here."""
 
     model: Any
     causal: Any
@@ -45,9 +45,9 @@ class Tested(Protocol):
 
 
 def remembered(test: str, policy: Tested, decide: Callable[[], bool]) -> bool:
-    """Whether a policy's model passes a test, by the cache where it has passed before, else by `decide`.
+    """Whether a policy's model passes a test: from the cache if it has passed before, else by `decide`.
 
-    `test` names the test and all that decides its verdict beside model, machine and program.
+    `test` names the test and everything that determines its verdict besides model, machine and program.
     """
     path = _path(test, policy)
     if path is not None and _is_finite(policy):
@@ -62,7 +62,7 @@ def remembered(test: str, policy: Tested, decide: Callable[[], bool]) -> bool:
 
 
 def _path(test: str, policy: Tested) -> Path | None:
-    """The file of a verdict; None on a GPU, whose kernels a test uses first, and without a folder of this user's."""
+    """The file of a verdict; None on a GPU, where a test must load the kernels, and without a folder of this user's."""
     if policy.device.type != "cpu":
         return None
     try:
@@ -97,5 +97,5 @@ def _sources() -> str:
 
 
 def _is_finite(policy: Tested) -> bool:
-    """Whether all weights are: one that is not makes their sum so."""
+    """Whether all weights are finite: otherwise their sum is not."""
     return all(bool(weight.detach().sum().isfinite()) for weight in policy.model.parameters())

@@ -1,8 +1,8 @@
-"""The key-value cache of a request: each prompt's keys and values once, and those of the completions being decoded.
+"""The key-value cache of a request: keys and values of each prompt, stored once, and of the completions being decoded.
 
-Every layer has a memory of completions and one of prompts, for its keys and again for its values. A completion has a
-slot, whose columns hold its own tokens; a prompt has an entry, which says where in the prompts' memory its tokens stand
-and which every slot of its group refers to (prompt_S). A cell below is one column of every key head.
+For keys and for values, every layer has one memory of completions and one of prompts. A completion has a slot, whose
+columns hold its tokens. A prompt has an entry, which locates its tokens in the prompts' memory and to which every slot
+of its group refers (prompt_S). A cell below is one column of every key head.
 
     completions [S, Hkv, columns, D]           prompts [cells * Hkv, D], seen as buckets of equally wide regions
 
@@ -16,10 +16,10 @@ and which every slot of its group refers to (prompt_S). A cell below is one colu
     prompt_S  = [0, 0, 1, 0]                   starts_A  = [0, 8, 4]    the first cell of the entry's region
                                                columns_A = [4, 8, 4]    its columns
 
-Slots 0 and 1 are of one group: they share entry 0, so that prompt P is read once and stored once. Slot 3 is idle, and W
-is a prompt whose completions are still to begin. A region is as wide as prompts of similar length need, so that one
-long prompt widens no other's. Cells without a token ('.') are hidden from attention by the lengths. Memory is allocated
-once and written in place, so that CUDA graphs captured on it stay valid.
+Slots 0 and 1 belong to one group: they share entry 0, so that prompt P is read once and stored once. Slot 3 is idle,
+and W is a prompt whose completions have not begun. A region is as wide as prompts of similar length need, so one long
+prompt does not widen the regions of others. Lengths hide cells without a token ('.') from attention. Memory is
+allocated once and written in place, so CUDA graphs captured on it stay valid.
 
 Shape letters: S slots, of which a step decodes the first R; K slots or entries named in a call; A entries; D head
 dimension.
@@ -44,23 +44,23 @@ Region = tuple[int, int]
 SMALLEST_GPU_REGION = 256
 """Columns of the smallest region on a GPU."""
 KEY_MULTIPLE = 16
-"""On a CPU keys come in multiples of this, so that a slot's attention sums in the same order whatever its neighbours'
-lengths."""
+"""On a CPU keys are padded to a multiple of this, so that a slot's attention sums in the same order for any lengths of
+its neighbours."""
 SMALLEST_PRODUCT = 400
-"""torch multiplies matrices of fewer products than this by other code, with other bits."""
+"""torch multiplies matrices with fewer products than this by different code, which rounds differently."""
 GPU_KEY_MULTIPLE = 64
-"""On a GPU keys come in multiples of this, as the kernel reads them."""
+"""On a GPU keys are padded to a multiple of this, which the kernel needs."""
 
 
 class DecodeAttention(Protocol):
     """Attention of one new token per slot over a cache, on one kind of device (decode_attention_cpu, _gpu)."""
 
     def rearranged(self, cache: KeyValueCache) -> None:
-        """Take note that slots or prompts have been filled, moved or emptied."""
+        """Handle slots or prompts that have been filled, moved or emptied."""
         ...
 
     def begin(self, cache: KeyValueCache, batch_size: int, width: int) -> None:
-        """Prepare a step over the first `batch_size` slots, none of which sees more than `width` own columns."""
+        """Prepare a step over the first `batch_size` slots, each of which sees at most `width` completion columns."""
         ...
 
     def columns(self, cache: KeyValueCache, kv_heads: int) -> Tensor:
@@ -68,7 +68,7 @@ class DecodeAttention(Protocol):
         ...
 
     def attend(self, cache: KeyValueCache, layer: int, query: Tensor, rule: AttentionRule) -> Tensor:
-        """Attend with query [R, Hq, 1, D] over prompts' and own keys, the newest included: [R, 1, Hq, D]."""
+        """Attend with query [R, Hq, 1, D] over keys of prompts and completions, newest included: [R, 1, Hq, D]."""
         ...
 
 
@@ -94,9 +94,9 @@ class KeyValueCache:
         self.lengths_S = torch.zeros(slots, dtype=torch.int64, device=device)
         """Own columns filled."""
         self.positions_S = torch.zeros_like(self.lengths_S)
-        """The position of the token that comes next."""
+        """The position of the next token."""
         self.limits_S = torch.zeros_like(self.lengths_S)
-        """The position of a completion's last token: learned positions end there."""
+        """The position of a completion's last token, which is the largest learned position needed."""
         self.prompt_S = torch.zeros_like(self.lengths_S)
         """The entry of each slot's prompt."""
         self.prompts = PromptCache(entries, buckets, device)
@@ -105,14 +105,14 @@ class KeyValueCache:
         self.calls: list[int] = []
         """The layers that asked for attention in this step."""
         self._on_gpu = device.type != "cpu"
-        self._starts = [0] * slots  # a slot's own length is its start plus the tokens decoded since the cache began
+        self._starts = [0] * slots  # a slot's length is its start plus the tokens decoded since the cache began
         self._decoded = 0
         self._cleared = self.columns if self._on_gpu else 0  # a captured step must not clear anything
         self._attention = attention
 
     @property
     def step_state(self) -> list[Tensor]:
-        """Tensors that say where the next token goes, and that every step changes."""
+        """Tensors that locate the next token, and that every step changes."""
         return [self.lengths_S, self.positions_S]
 
     @property
@@ -126,7 +126,7 @@ class KeyValueCache:
         return [*self.step_state, self.limits_S, self.prompt_S]
 
     def serves(self, *, slots: int, entries: int, buckets: Buckets, new_tokens: int) -> bool:
-        """Whether such a request fits into this memory."""
+        """Whether this memory can serve such a request."""
         return slots <= self.num_slots and new_tokens <= self.columns and self.prompts.serves(entries, buckets)
 
     def restart(self, *, new_tokens: int) -> None:
@@ -149,7 +149,7 @@ class KeyValueCache:
                 self._allocate(layer, states)
 
     def admit(self, slots: Sequence[int], entries: Sequence[int]) -> None:
-        """Begin completions in these slots, of the prompts in these entries."""
+        """Begin completions in these slots, with the prompts in these entries."""
         slots_K, entries_K = self._index(slots), self._index(entries)
         prompt_lengths_K = self.prompts.lengths_A.index_select(0, entries_K)
         self.prompt_S.index_copy_(0, slots_K, entries_K)
@@ -166,7 +166,7 @@ class KeyValueCache:
         entries: tuple[Sequence[int], Sequence[int]],
         idle: Sequence[int],
     ) -> None:
-        """Move completions and prompts from sources to targets; nothing is decoded in the idle slots any more."""
+        """Move completions and prompts from sources to targets; the idle slots are not decoded any more."""
         if slots[0]:
             self._move_slots(*slots)
         if entries[0]:
@@ -181,7 +181,7 @@ class KeyValueCache:
     def begin_token(self, batch_size: int) -> None:
         """Prepare a step over the first `batch_size` slots."""
         self.calls = []
-        # Lengths are counted on the host as well: to read them from a tensor would wait for the device.
+        # Lengths are counted on the host as well: reading them from a tensor would wait for the device.
         longest = max(self._starts[:batch_size]) + self._decoded + 1
         width = min(round_up(longest, self.key_multiple), self.columns)
         if width > self._cleared:
@@ -191,7 +191,7 @@ class KeyValueCache:
     def end_token(self, batch_size: int) -> None:
         """Count the token that every layer has stored.
 
-        A slot whose completion has ended is decoded until others take its place; it stays at its last column.
+        A slot whose completion has ended is still decoded until it is reused; it stays at its last column.
         """
         self.lengths_S[:batch_size].add_(1).clamp_(max=self.columns - 1)
         positions_R = self.positions_S[:batch_size].add_(1)
@@ -199,7 +199,7 @@ class KeyValueCache:
         self._decoded += 1
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        """Store the new tokens' keys and values, and attend over all; see AttentionContext, where L is 1."""
+        """Store the new tokens' keys and values, and attend over all; see AttentionContext, here with L = 1."""
         self.calls.append(layer)
         columns = self._attention.columns(self, key.shape[1])
         for memory, new in zip(self.layers[layer], (key, value), strict=True):
@@ -241,9 +241,9 @@ class KeyValueCache:
         self.layers[layer] = (keys, values)
 
     def _clear(self, batch_size: int, width: int) -> None:
-        """Write zeros to new columns: a hidden column is read too, with weight 0, and must be finite for that.
+        """Write zeros to new columns: hidden columns are read too, with weight 0, and so must be finite.
 
-        The whole memory at once would cost more than a short request takes; most of it is never reached.
+        Clearing the whole memory at once would cost more than a short request; most of it is never used.
         """
         for memories in self.layers.values():
             for memory in memories:
@@ -252,7 +252,7 @@ class KeyValueCache:
 
 
 class PromptCache:
-    """Keys and values of prompts by entry, each prompt in a region that is wide enough for it."""
+    """Keys and values of prompts by entry, each prompt in a region wide enough for it."""
 
     def __init__(self, entries: int, buckets: Buckets, device: torch.device) -> None:
         self.num_entries = entries
@@ -279,7 +279,7 @@ class PromptCache:
         return [self.lengths_A, self.starts_A, self.columns_A]
 
     def serves(self, entries: int, buckets: Buckets) -> bool:
-        """Whether the prompts of such a request fit into this memory."""
+        """Whether this memory can hold the prompts of such a request."""
         fit = (count <= self.buckets.get(columns, 0) for columns, count in buckets.items())
         return entries <= self.num_entries and all(fit)
 
@@ -295,7 +295,7 @@ class PromptCache:
         return self._regions.get(entry, (min(self.buckets), 0))
 
     def store(self, entries: Sequence[int], row: PackedRow, kept: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """Keep the prompts of a prefill, number p of them as entries[p]."""
+        """Keep the prompts of a prefill; prompt p becomes entry entries[p]."""
         lengths_P = torch.cat([segments.lengths for segments in row.prompts])  # as they stand in the row
         entries = [entries[p] for p in row.order_P]
         for entry in entries:
@@ -316,7 +316,7 @@ class PromptCache:
                 memory.index_copy_(0, cells[kv_heads], new.flatten(0, 1))
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Rename entries: prompts of the sources are those of the targets from now on. No key or value is copied."""
+        """Rename entries: the prompts of the sources become those of the targets. Copies no keys or values."""
         for target in targets:
             self._release(target)
         for source, target in zip(sources, targets, strict=True):
@@ -342,7 +342,7 @@ class PromptCache:
     def _occupy(self, entry: int, length: int) -> Region:
         columns = next(columns for columns in self.buckets if columns >= length and self._free[columns])
         free = self._free[columns]
-        free.sort(reverse=True)  # the lowest first: attention over regions that lie together needs no copy
+        free.sort(reverse=True)  # the lowest first: attention over adjacent regions needs no copy
         self._regions[entry] = (columns, free.pop())
         return self._regions[entry]
 
@@ -364,7 +364,7 @@ def _cells(lengths_P: Tensor, starts_P: Tensor, columns_P: Tensor, kv_heads: int
 
 
 def fitting_buckets(lengths: Sequence[int], entries: int, *, multiple: int) -> dict[int, int]:
-    """Regions for prompts of these lengths, at most `entries` of them at a time, as wide as similar lengths need."""
+    """Regions for prompts of these lengths, at most `entries` at a time, each as wide as similar lengths need."""
     buckets: dict[int, int] = {}
     for group in by_length(lengths):
         columns = round_up(max(lengths[p] for p in group), multiple)
@@ -373,7 +373,7 @@ def fitting_buckets(lengths: Sequence[int], entries: int, *, multiple: int) -> d
 
 
 def graded_buckets(lengths: Sequence[int], entries: int) -> dict[int, int]:
-    """The same in the sizes 256, 384, 512, 768, ... and counts 1, 2, 4, ...: the next request then fits as well."""
+    """The same in the sizes 256, 384, 512, 768, ... and counts 1, 2, 4, ..., so that the next request fits as well."""
     counts: dict[int, int] = {}
     for length in lengths:
         columns = SMALLEST_GPU_REGION
@@ -389,7 +389,7 @@ def round_up(length: int, multiple: int) -> int:
 
 
 def key_multiple(config: Any) -> int:
-    """A multiple of keys so large that all products of a head take the same path in torch."""
+    """A multiple for the number of keys, large enough that all products of a head take the same path in torch."""
     heads: int = config.num_attention_heads
     dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
     per_key: int = dim * heads // (getattr(config, "num_key_value_heads", None) or heads)

@@ -36,7 +36,7 @@ PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
 
 def load_policy(config: ModelConfig, *, texts: Iterable[str] = (), seed: int = 0) -> Policy:
-    """Load the policy that a recipe names. A new tokenizer is built from `texts`, new weights are drawn from `seed`."""
+    """Load the policy that a recipe names. `texts` build a new tokenizer, and `seed` draws new weights."""
     device = pick_device(config.device, where="model.device")
     dtype: torch.dtype = getattr(torch, config.dtype)
     if config.new is not None:
@@ -56,9 +56,9 @@ def load_policy(config: ModelConfig, *, texts: Iterable[str] = (), seed: int = 0
 
 
 def check_source(config: ModelConfig, *, tokenizer: bool = True) -> None:
-    """Raise a UserError where a recipe names no model, or a directory that is not there, without asking the Hub.
+    """Raise a UserError if a recipe names no model or a missing directory, without asking the Hub.
 
-    A directory needs config.json, or an adapter's settings, and, unless `tokenizer` is false, a tokenizer.
+    A directory needs config.json or an adapter's settings, and a tokenizer unless `tokenizer` is false.
     """
     if config.new is not None:
         return
@@ -77,9 +77,9 @@ def check_source(config: ModelConfig, *, tokenizer: bool = True) -> None:
 
 
 def adapter_source(config: ModelConfig) -> ModelConfig:
-    """The configuration that loads what `model.path` names: where that is an adapter, its base with the adapter on it.
+    """The configuration that loads what `model.path` names: if that is an adapter, its base with the adapter on it.
 
-    UserError where the adapter's base is unknown, or the recipe wants further adapters.
+    UserError if the adapter's base is unknown, or the recipe wants further adapters.
     """
     directory = Path(config.path or "").expanduser()
     if config.path is None or not (directory / ADAPTER_CONFIG).is_file():
@@ -98,7 +98,7 @@ def adapter_source(config: ModelConfig) -> ModelConfig:
 
 
 def check_single_adapter(config: ModelConfig) -> None:
-    """Raise a UserError where `model.path` is an adapter and `model.lora` asks for another."""
+    """Raise a UserError if `model.path` is an adapter and `model.lora` asks for another."""
     if config.lora is not None and config.lora.asks_for_new:
         raise UserError(
             f"model.path={config.path} is an adapter already: leave out model.lora to train it on, or name its base as "
@@ -107,7 +107,7 @@ def check_single_adapter(config: ModelConfig) -> None:
 
 
 def resumed_source(config: ModelConfig, checkpoint: Path) -> ModelConfig:
-    """The configuration that loads a run's model as a checkpoint has it: all of it, or its adapters on their base."""
+    """The configuration that loads a run's model from a checkpoint: the whole model, or its adapters on their base."""
     config = adapter_source(config)
     if config.lora is None:
         return config.model_copy(update={"path": str(checkpoint), "new": None, "revision": None})
@@ -116,7 +116,7 @@ def resumed_source(config: ModelConfig, checkpoint: Path) -> ModelConfig:
 
 
 def _check_files(path: str, directory: Path, *, tokenizer: bool) -> None:
-    """Raise a UserError where a directory has no model, or no tokenizer, which transformers would invent."""
+    """Raise a UserError if a directory has no model, or no tokenizer, for which transformers would make one up."""
     if (directory / ADAPTER_CONFIG).is_file():
         return  # it names the base model, which has the rest
     if not (directory / "config.json").is_file():
@@ -131,16 +131,16 @@ def _check_files(path: str, directory: Path, *, tokenizer: bool) -> None:
 
 
 def _check_writes(settings: Any) -> None:
-    """Raise a UserError for a reward model: transformers would leave out its head, and write with what is left."""
+    """Raise a UserError for a reward model: transformers would drop its head, and generate text without it."""
     heads = [name for name in settings.architectures or () if name.endswith("ForSequenceClassification")]
     if heads:
         raise UserError(f"{heads[0]} is a reward model, which scores answers and writes none; name a language model")
 
 
 def load_pretrained(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
-    """Load an existing model, all of whose weights come from its files, and its tokenizer.
+    """Load an existing model and its tokenizer; all of the model's weights must be in its files.
 
-    An adapter that `config.lora` names is not loaded, but the tokenizer is that of its directory, if there is one.
+    An adapter that `config.lora` names is not loaded, but its directory's tokenizer is used if there is one.
     """
     assert config.path is not None  # check_source
     source = {"revision": config.revision or "main", "trust_remote_code": config.trust_remote_code}
@@ -161,7 +161,7 @@ def load_pretrained(config: ModelConfig, *, dtype: torch.dtype, device: torch.de
                 dtype=dtype,
                 **loading_options(config.quantization, dtype=dtype, device=device, done=quantized),
                 output_loading_info=True,
-                # Else the error names none of them; packed weights have other sizes.
+                # Otherwise the error names none of them; packed weights have different sizes.
                 ignore_mismatched_sizes=not quantized,
             )
         _check_complete(config, model, report)
@@ -176,7 +176,7 @@ def load_pretrained(config: ModelConfig, *, dtype: torch.dtype, device: torch.de
 
 
 def _check_complete(config: ModelConfig, model: Any, report: Mapping[str, Any]) -> None:
-    """Raise a UserError where weights of a model are missing in its files, or have other shapes there."""
+    """Raise a UserError if weights of a model are missing in its files, or have other shapes there."""
     for name, in_file, by_config in sorted(report["mismatched_keys"]):
         raise UserError(
             f"model.path={config.path} does not load: {name} is {list(in_file)} in its files and {list(by_config)} by "
@@ -184,7 +184,7 @@ def _check_complete(config: ModelConfig, model: Any, report: Mapping[str, Any]) 
         )
     missing = sorted(report["missing_keys"])
     if missing:
-        # transformers draws them at random and only logs that it does.
+        # transformers draws them at random and only logs it.
         names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise UserError(
             f"model.path={config.path} lacks weights of {type(model).__name__}: {names}; name a complete checkpoint of "
@@ -193,7 +193,7 @@ def _check_complete(config: ModelConfig, model: Any, report: Mapping[str, Any]) 
 
 
 def is_quantized(shape: Any, config: ModelConfig) -> bool:
-    """Whether config.json says that a model is quantized; UserError where a recipe with adapters says otherwise."""
+    """Whether config.json says that a model is quantized; UserError if a recipe with adapters says otherwise."""
     quantized = hasattr(shape, "quantization_config")
     if quantized and config.lora is not None and config.quantization is None:
         raise UserError(
@@ -206,15 +206,15 @@ def is_quantized(shape: Any, config: ModelConfig) -> bool:
 def move_to_own_memory(model: torch.nn.Module) -> None:
     """Copy every weight and buffer to memory that torch has allocated, which is aligned.
 
-    Those of a file lie wherever the file has them, and small products sum in another order there: a run whose weights
-    were made or trained in memory would differ in its last bits from one that has read them. Tied weights stay tied.
+    Weights read from a file are not aligned, and small products sum in another order there: a run whose weights were
+    created or trained in memory would differ in its last bits from a run that has read them. Tied weights stay tied.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
 
 
 def make_model(config: NewModelConfig, *, texts: Iterable[str], seed: int) -> tuple[Any, Any]:
-    """Make a tokenizer from `texts` and a model with random weights around it. The caller's RNG stays as it is."""
+    """Make a tokenizer from `texts` and a model with random weights for it. The caller's RNG is not changed."""
     tokenizer = build_tokenizer(config.tokenizer, texts)
     model_config = new_shape(config, tokenizer)
     try:
@@ -225,13 +225,13 @@ def make_model(config: NewModelConfig, *, texts: Iterable[str], seed: int) -> tu
             token = torch.tensor([[tokenizer.eos_token_id]])
             model(input_ids=token, attention_mask=torch.ones_like(token))
     except (ValueError, TypeError, KeyError, RuntimeError, StrictDataclassError) as error:
-        # Sizes that do not fit each other are found only when the model runs.
+        # Sizes that do not fit each other fail only when the model runs.
         raise UserError(f"model.new cannot be built: {misfit(model_config, config.config) or brief(error)}") from error
     return model, tokenizer
 
 
 def new_shape(config: NewModelConfig, tokenizer: Any) -> Any:
-    """The transformers configuration of a new model around its tokenizer."""
+    """The transformers configuration of a new model for its tokenizer."""
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     try:
         return AutoConfig.for_model(config.architecture, **{"vocab_size": len(tokenizer), **special, **config.config})
@@ -240,21 +240,21 @@ def new_shape(config: NewModelConfig, tokenizer: Any) -> Any:
 
 
 def misfit(config: Any, written: Mapping[str, Any]) -> str | None:
-    """The sizes of a transformers config that do not fit each other, where they are the usual ones."""
+    """The sizes of a transformers config that do not fit each other; only the usual ones are checked."""
     hidden, heads, shared = (
         getattr(config, name, None) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
     )
     if hidden and heads and hidden % heads and "head_dim" not in written:
-        return f"model.new.config.hidden_size={hidden} is no multiple of num_attention_heads={heads}"
+        return f"model.new.config.hidden_size={hidden} is not a multiple of num_attention_heads={heads}"
     if heads and shared and heads % shared:
-        return f"model.new.config.num_attention_heads={heads} is no multiple of num_key_value_heads={shared}"
+        return f"model.new.config.num_attention_heads={heads} is not a multiple of num_key_value_heads={shared}"
     return None
 
 
 def cast_weights(model: Any, dtype: torch.dtype) -> None:
-    """Give a new model the weights that `from_pretrained(dtype=...)` would give it once it was saved in float32.
+    """Give a new model the weights that `from_pretrained(dtype=...)` would give it after it was saved in float32.
 
-    `model.to(dtype)` would round buffers as well: with rotary frequencies in bfloat16 the rotation of position 1000 is
+    `model.to(dtype)` would round buffers as well: with rotary frequencies in bfloat16, the rotation of position 1000 is
     off by radians.
     """
     kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
@@ -303,14 +303,15 @@ def _bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def restore_weights(model: Any, directory: Path) -> None:
-    """Put a checkpoint's weights into a model of the same shape: the adapter's alone where the model has one.
+    """Load a checkpoint's weights into a model of the same shape; only the adapter's if the model has one.
 
     The model's class reads them, so that code from the Hub (trust_remote_code) is not loaded a second time.
     """
     if hasattr(model, "peft_config"):
         restore_adapter(model, directory)
     else:
-        # The most precise type in the model: a file of several types would be read in the one its config names.
+        # The most precise type in the model: transformers would read a file of several types in the one its config
+        # names.
         dtype = reduce(torch.promote_types, {p.dtype for p in model.parameters() if p.is_floating_point()})
         saved = type(model).from_pretrained(directory, dtype=dtype)
         model.load_state_dict(saved.state_dict())

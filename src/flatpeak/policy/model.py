@@ -52,8 +52,8 @@ from flatpeak.utils.huggingface import no_progress_bar, save_tokenizer
 class Policy:
     """A transformers model behind one interface; implements protocols.Decoder where `native` is true.
 
-    Where the architecture is not proven with flatpeak's attention, `native` is false, `notice` says why, scoring
-    pads, and rollouts need transformers' own `generate`.
+    If the architecture is not proven with flatpeak's attention, `native` is false, `notice` says why, scoring pads, and
+    rollouts need transformers' own `generate`.
     """
 
     def __init__(
@@ -65,24 +65,24 @@ class Policy:
         adapter_dropout: bool = False,
         kernels: KernelChoice | None = None,
     ) -> None:
-        """`dropout`, `adapter_dropout`: leave it on in training. `kernels`: those of the policy that is copied here."""
+        """`dropout`, `adapter_dropout`: keep it active in training. `kernels`: the choice of a policy to be copied."""
         self.model = model
         self.tokenizer = tokenizer
         self.causal = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.eos_token_ids = eos_token_ids(self.causal, tokenizer)
         self.context_length: int | None = getattr(self.causal.config, "max_position_embeddings", None)
         self.batch_invariant = True
-        """Whether decoding on a CPU pads slots and keys, so that no bit of a completion depends on the others."""
+        """Whether decoding on a CPU pads slots and keys, so that a completion's bits do not depend on the others."""
         self.kernels = kernels or KernelChoice()
-        """Whether decoding and training passes on a CPU go through native kernels."""
+        """Whether decoding and training passes on a CPU use native kernels."""
         self._uses_kernels = False
         self._packed: PackedModel | None = None
         self.enter: Callable[[Callable[[], Any]], Any] = call
-        """The way of a pass into the model: a sharded one gathers the weights of its root around it."""
+        """Runs a pass of the model: a sharded model gathers the weights of its root for it."""
         self.gathered: Callable[[], AbstractContextManager[Policy]] | None = None
-        """Of a sharded model, a context with a whole copy."""
+        """For a sharded model, makes a context with a whole copy."""
         self.compute_dtype: torch.dtype | None = None
-        """The type to which passes round the trainable weights of a sharded model, where these are float32 masters."""
+        """The type to which passes round the trainable weights of a sharded model that has float32 masters."""
         self._kept_cache: KeyValueCache | None = None
         self._offloaded: OffloadedWeights | None = None
         self.notice = unsupported(self.causal)
@@ -121,10 +121,10 @@ class Policy:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def masters(self) -> dict[nn.Parameter, Tensor]:
-        """The precise value behind each trainable weight: a float32 copy of one in bfloat16, else the weight itself.
+        """The precise value of each trainable weight: a float32 copy of a bfloat16 weight, else the weight itself.
 
-        Copies are made once. From then on the optimizer that trains the policy owns them, and keeps the weights equal
-        to them, rounded.
+        Copies are made once. From then on they belong to the optimizer that trains the policy, which keeps the weights
+        equal to the rounded copies.
         """
         for parameter in self.parameters():
             if parameter not in self._masters:
@@ -132,7 +132,7 @@ class Policy:
         return {parameter: self._masters[parameter] for parameter in self.parameters()}
 
     def forget_weights(self) -> None:
-        """Drop all references to weights that others of the same values replace, or their memory would stay in use."""
+        """Drop all references to weights that other tensors replace; otherwise their memory would stay in use."""
         self._masters.clear()
         self.kernels.release()
         self._before.forget_weights()
@@ -146,8 +146,8 @@ class Policy:
     ) -> tuple[Tensor, Tensor]:
         """Log-probability of, and entropy at, each response token: two float32 [T], of softmax(logits / temperature).
 
-        Dropout, if the policy has any, is active exactly when gradients are. `twice_differentiable` goes through the
-        plain model and attention written out, at the price of a [T, V] tensor: for exact curvature.
+        Dropout, if the policy has any, is active exactly when gradients are. For exact curvature,
+        `twice_differentiable` uses the plain model and explicit attention, at the cost of a [T, V] tensor.
         """
         if torch.is_grad_enabled():
             self.kernels.release()
@@ -170,14 +170,14 @@ class Policy:
         return self.packed_logprobs(batch, temperature=temperature)
 
     def use_kernels(self, native: bool) -> None:
-        """Let packed passes go through native kernels, or through torch."""
+        """Use native kernels for packed passes, or torch."""
         if native != self._uses_kernels:
             self._uses_kernels = native
-            with self.plain_attention():  # what is restored at its end follows the choice
+            with self.plain_attention():  # its end restores the layers according to the new choice
                 pass
 
     def packed_logprobs(self, batch: PackedCompletions, *, temperature: float) -> tuple[Tensor, Tensor]:
-        """`token_logprobs` by one packed pass of the model as it is."""
+        """`token_logprobs` by one packed pass of the model in its current state."""
         row = pack_batch(batch)
         hidden_TD = self.hidden(row, PackedContext(row, native=self._uses_kernels)).index_select(0, row.source_T)
         return token_logprobs(
@@ -192,17 +192,17 @@ class Policy:
 
     @property
     def below_float32(self) -> bool:
-        """Whether anything on the way through the model rounds more coarsely than float32."""
+        """Whether any computation in the model rounds more coarsely than float32."""
         return self.compute_dtype is not None or below_float32(self.model)
 
     def scoring(self) -> AbstractContextManager[None]:
-        """A context in which `token_logprobs` computes what it does in training, bit for bit, without gradients."""
+        """A context in which `token_logprobs` gives the same bits as in training, without gradients."""
         return scoring(self.model)
 
     def offload(self) -> None:
-        """Keep the weights of a model that is only scored in host memory, if its device has other memory than that.
+        """Keep the weights of a model that only scores in host memory, if its device has separate memory.
 
-        They are on the device inside `on_device`, as scoring needs them; buffers stay there.
+        Inside `on_device` they are on the device, as scoring needs; buffers always stay there.
         """
         host = HostMemory.beside(self.device)
         if host is not None:
@@ -210,7 +210,7 @@ class Policy:
 
     @property
     def offloaded(self) -> bool:
-        """Whether the weights lie in host memory."""
+        """Whether the weights are in host memory."""
         return self._offloaded is not None
 
     def on_device(self) -> AbstractContextManager[None]:
@@ -222,16 +222,16 @@ class Policy:
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
-        """A context for decoding; see protocols.Decoder. UserError where the native engine does not serve the model."""
+        """A context for decoding; see protocols.Decoder. UserError if the native engine does not support the model."""
         if not self.native:
             raise UserError(
                 f"this model is not decoded natively ({self.notice}): sample with "
                 "flatpeak.pipeline.rollout_engines.PlainSampler(policy, max_rows=64)"
             )
-        self._evaluate()  # adapters whose dropout is at work are not packed
+        self._evaluate()  # adapters with active dropout are not packed
         self._packed = self.kernels.pack(self)
         if self._packed is None:
-            self.use_kernels(False)  # or bits of a rollout would depend on whether a training pass has been made
+            self.use_kernels(False)  # otherwise bits of a rollout depend on whether a training pass came before
         try:
             with nullcontext() if self._packed is not None else packed_weights(self.causal):
                 yield
@@ -240,21 +240,21 @@ class Policy:
 
     @property
     def decoded_with(self) -> str | None:
-        """The decoder of rollouts, torch or a library of kernels; None where `generate` or servers draw them."""
+        """The decoder of rollouts: torch or a library of kernels; None if `generate` or servers draw them."""
         return self.kernels.name(self) if self.native and not self.kernels.idle else None
 
     @property
     def computed_with(self) -> str | None:
-        """The decoder and the kernels of training passes, once where they agree; None without the native engine."""
+        """The decoder and the kernels of training passes, named once if equal; None without the native engine."""
         return self.kernels.names(self) if self.native else None
 
     @property
     def decoding_tensors(self) -> list[Tensor]:
-        """Weights and buffers, which a captured step reads at the addresses that they had."""
+        """Weights and buffers, whose addresses a captured step keeps."""
         return [*self.model.parameters(), *self.model.buffers()]
 
     def batch_sizes(self, slots: int) -> list[int]:
-        """The numbers of slots that a step may decode; few on a GPU, as a graph is captured for each."""
+        """The numbers of slots that a step may decode; few on a GPU, because each needs a captured graph."""
         if self.device.type == "cpu":
             step = ROW_MULTIPLE if self.batch_invariant else 1
             return list(range(step, slots + step, step))
@@ -283,10 +283,10 @@ class Policy:
         buckets = graded_buckets(prompt_lengths, entries)
         cache = self._kept_cache
         if cache is None or not cache.serves(slots=slots, entries=entries, buckets=buckets, new_tokens=new_tokens):
-            # Regions that were needed once are kept: requests that differ would otherwise make new memory in turn.
+            # Keep regions that were needed once: otherwise alternating requests would allocate memory every time.
             for columns, count in cache.prompts.buckets.items() if cache is not None else ():
                 buckets[columns] = max(count, buckets.get(columns, 0))
-            self._kept_cache = cache = None  # before the new one is made
+            self._kept_cache = cache = None  # freed before the new one is allocated
             cache = KeyValueCache(
                 slots=slots,
                 entries=entries,
@@ -341,37 +341,37 @@ class Policy:
                 self._hold()
 
     def release(self) -> None:
-        """Restore the model's own settings; it keeps the weights that it has now."""
+        """Restore the model's settings; its weights stay as they are now."""
         self._before.restore()
         unregister_holder(self.causal, self)
 
     @property
     def adapted(self) -> bool:
-        """Whether the model is one of peft, with adapters on its base."""
+        """Whether the model is a peft model, with adapters on its base."""
         return self.causal is not self.model
 
     @property
     def vocabulary_size(self) -> int:
-        """The number of tokens that the output layer has logits of."""
+        """The number of tokens for which the output layer computes logits."""
         return self.head.linear.weight.shape[0]
 
     def saved_weights(self) -> list[nn.Parameter]:
-        """The weights that `save_weights` writes: all of them, or the adapters; of a sharded model inside `whole`."""
+        """The weights that `save_weights` writes: all, or the adapters. Inside `whole` if the policy is sharded."""
         with self.whole() as whole:
             pairs = zip(self.model.parameters(), whole.model.parameters(), strict=True)
             return [weight for own, weight in pairs if own.requires_grad or not self.adapted]
 
     def whole(self) -> AbstractContextManager[Policy]:
-        """A context with the policy as one that decodes and can be saved; of a sharded one all ranks enter it."""
+        """A context with a policy that can decode and be saved; if it is sharded, all ranks must enter."""
         return nullcontext(self) if self.gathered is None else self.gathered()
 
     def save(self, directory: Path) -> None:
-        """Write model and tokenizer in Hugging Face format; of a model with adapters these alone, in peft's."""
+        """Write model and tokenizer in Hugging Face format; only the adapters, in peft's format, if there are any."""
         self.save_weights(directory)
         save_tokenizer(self.tokenizer, directory)
 
     def save_weights(self, directory: Path, *, head: bool = False) -> None:
-        """Write the same without the tokenizer; `head`: an output layer tied to the embeddings by itself too."""
+        """Write the same without the tokenizer; `head`: also write a tied output layer separately."""
         with no_progress_bar(), self.whole() as whole:
             if self.adapted:
                 save_adapter(whole.model, directory)
@@ -379,7 +379,7 @@ class Policy:
                 save_model(whole.model, directory, head=whole.head.linear if head else None)
 
     def named_weights(self, *, head: bool = False) -> list[tuple[str, Tensor]]:
-        """The tensors that `save_weights` writes under the same names, no copies; of a sharded model inside `whole`."""
+        """The tensors that `save_weights` writes, by name, not copied. Inside `whole` if the policy is sharded."""
         with self.whole() as whole:
             return named_weights(whole.model, head=whole.head.linear if head else None)
 

@@ -1,8 +1,8 @@
-"""The layers of a model while a policy holds it: how they run in training, and the settings to give back.
+"""A model's layers and settings while a policy holds it: how layers run in training, and what to restore later.
 
 `training_layers` makes passes with gradients recompute the decoder layers in the backward pass, or run them compiled.
-`ModelSettings` remembers a model's attention, modes, dropout and trainable weights, and restores them: a caller's model
-is changed only while a policy holds it, and one policy holds it at a time (`register_holder`).
+`ModelSettings` stores a model's attention, modes, dropout and trainable weights, and restores them: a caller's model is
+changed only while a policy holds it, and only one policy can hold it at a time (`register_holder`).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from flatpeak.protocols import Tokenizer
 Forward = Callable[..., Any]
 """The `forward` of a layer's class: its first argument is the layer."""
 _OPAQUE_ATTENTION: Forward = torch.compiler.disable(attention_forward)
-"""The attention function for use inside compiled layers."""
+"""The attention function, for use inside compiled layers."""
 _holders: weakref.WeakKeyDictionary[nn.Module, weakref.ref[object]] = weakref.WeakKeyDictionary()
-"""The policy that holds each model, as long as both exist."""
+"""The policy that holds each model, while both exist."""
 
 
 class TrainingForward:
-    """The replacement of one layer's `forward`; passes without gradients run the layer as it is.
+    """The replacement of one layer's `forward`; passes without gradients run the layer unchanged.
 
-    It holds no copy of the class's own `forward` and knows its layer by reference, so that a deep copy of the model
-    runs on the copy's weights.
+    It does not copy the `forward` of the class, and it refers to its layer, so that a deep copy of the model runs on
+    the copy's weights.
     """
 
     def __init__(self, layer: nn.Module, *, recompute: bool, compiled: Forward | None) -> None:
@@ -47,7 +47,7 @@ class TrainingForward:
         self.compiled = compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer, with gradients as training wants it."""
+        """Run the layer; with gradients, as training requires."""
         plain: Forward = type(self.layer).forward
         if not (self.layer.training and torch.is_grad_enabled()):
             return plain(self.layer, *args, **kwargs)
@@ -60,9 +60,9 @@ class TrainingForward:
 
 
 def make_adapted_layers_fast(causal: nn.Module) -> None:
-    """Compute each linear layer with a LoRA adapter as one product, where the model has any."""
+    """Compute each linear layer that has a LoRA adapter as one product."""
     if any(hasattr(module, "lora_A") for module in causal.modules()):
-        from flatpeak.policy.adapted_layers import make_adapters_fast  # here, because it loads peft
+        from flatpeak.policy.adapted_layers import make_adapters_fast  # imported here because it loads peft
 
         make_adapters_fast(causal)
 
@@ -71,12 +71,12 @@ def make_adapted_layers_fast(causal: nn.Module) -> None:
 def training_layers(model: Any, *, recompute: bool, compiled: bool) -> Iterator[None]:
     """A context in which passes with gradients recompute the layers in the backward pass, run them compiled, or both.
 
-    UserError where the model's layers are not known to transformers, or nothing can be compiled here.
+    UserError if transformers does not mark the model's layers, or torch.compile does not work here.
     """
     layers = decoder_layers(model) if recompute or compiled else []
     if compiled:
         check_compiler(model.device)
-    # One compiled function per class of layers: all of its layers then share the graphs.
+    # One compiled function per class of layers, so that all its layers share the graphs.
     by_class = {
         kind: torch.compile(kind.forward, dynamic=True) for kind in {type(layer) for layer in layers} if compiled
     }
@@ -93,10 +93,10 @@ def training_layers(model: Any, *, recompute: bool, compiled: bool) -> Iterator[
 
 @contextmanager
 def scoring(model: nn.Module, *, trained: Collection[str] | None = None) -> Iterator[None]:
-    """A context in which forward passes compute what passes with gradients do, bit for bit, at the lowest cost.
+    """A context in which forward passes give the same bits as passes with gradients, at the lowest cost.
 
-    Gradients are off, except where layers are compiled: their graphs depend on which weights have gradients, and each
-    graph rounds in its own way. `trained` names those weights in a copy of the trained model, where none has.
+    Gradients are off, except in compiled layers: their graphs depend on which weights have gradients, and each graph
+    rounds differently. `trained` names those weights for a copy of the trained model, in which no weight has gradients.
     """
     if not any(is_compiled(layer) for layer in model.modules()):
         with torch.no_grad():
@@ -115,7 +115,7 @@ def scoring(model: nn.Module, *, trained: Collection[str] | None = None) -> Iter
 
 @contextmanager
 def plain_layers(model: nn.Module) -> Iterator[None]:
-    """A context in which all passes run the layers as they are: neither option can be differentiated twice."""
+    """A context in which all passes run the layers unchanged: neither option can be differentiated twice."""
     held = [(layer, layer.__dict__.pop("forward")) for layer in model.modules() if has_training_forward(layer)]
     try:
         yield
@@ -125,7 +125,7 @@ def plain_layers(model: nn.Module) -> Iterator[None]:
 
 
 def has_training_forward(layer: nn.Module) -> bool:
-    """Whether `training_layers` is at work on this layer."""
+    """Whether `training_layers` has replaced this layer's forward pass."""
     return isinstance(layer.__dict__.get("forward"), TrainingForward)
 
 
@@ -136,7 +136,7 @@ def is_compiled(layer: nn.Module) -> bool:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers of a model, as transformers marks them. UserError where it marks none."""
+    """The repeated layers of a model, as transformers marks them. UserError if it marks none."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise UserError(
@@ -152,25 +152,25 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def keep_attention_out() -> None:
-    """Exclude flatpeak's attention from compiled graphs, which end before it and go on behind it.
+    """Exclude flatpeak's attention from compiled graphs, which end before it and continue after it.
 
-    With it inside, a graph would be compiled anew for every layer index, and torch gives up after eight. Every new
-    policy registers the function again, so this is done before each use; it costs no more than setting a key of a
+    If it were inside, a graph would be compiled for every layer index, and torch gives up after eight. Every new policy
+    registers the function again, so this is repeated before each use; it costs no more than setting a key of a
     dictionary.
     """
     AttentionInterface.register(ATTENTION_NAME, _OPAQUE_ATTENTION)
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raise a UserError where torch.compile cannot work; better now than in the first step."""
-    # Inductor looks for the same two.
+    """Raise a UserError if torch.compile does not work, before the first step would fail."""
+    # Inductor looks for these two as well.
     compiler = os.environ.get("CXX") or "g++"
     remedy = f"install one (apt-get install g++), set CXX, or leave training.compile=false (device {device})"
     if shutil.which(compiler) is None:
         raise UserError(f"training.compile=true needs a C++ compiler, and there is no {compiler}: {remedy}")
     try:
         torch.compile(_example)(torch.ones(8, device=device))
-    except Exception as error:  # whatever a broken toolchain raises
+    except Exception as error:  # a broken toolchain may raise anything
         line = str(error).strip().split("\n")[0]
         raise UserError(f"training.compile=true: torch.compile fails here ({line}): {remedy}") from error
 
@@ -184,7 +184,7 @@ def silence_dropout(
 ) -> list[tuple[nn.Module, str, float]]:
     """Set every dropout probability to 0: dropout modules (LoRA's too) and attention's plain attributes.
 
-    All but those of the modules in `keep`. Returns (module, attribute, probability) of each that was not 0.
+    Modules in `keep` are left out. Returns (module, attribute, probability) for each probability that was not 0.
     """
     settings = [
         (module, name, float(setting))
@@ -216,7 +216,7 @@ def _is_probability(module: nn.Module, name: str, setting: object) -> bool:
 
 
 def register_holder(causal: nn.Module, policy: object) -> None:
-    """Record that `policy` holds the model. UserError where another does: they would undo each other's changes."""
+    """Record that `policy` holds the model. UserError if another policy does: they would undo each other's changes."""
     if _is_held(causal):
         gc.collect()  # a policy without references may still exist as part of a cycle
     if _is_held(causal):
@@ -240,7 +240,7 @@ def _is_held(causal: nn.Module) -> bool:
 
 
 class ModelSettings:
-    """The settings of a model before a policy changed them: attention, modes, dropout, trainable weights, gradients."""
+    """A model's settings before a policy changed them: attention, modes, dropout, trainable weights, gradients."""
 
     def __init__(self, model: nn.Module, causal: Any) -> None:
         self.causal = causal
@@ -251,26 +251,26 @@ class ModelSettings:
         self.gradients = {
             parameter: weakref.ref(parameter.grad) for parameter in model.parameters() if parameter.grad is not None
         }
-        """Gradients that the caller left; weak references, so that a training step can free their memory."""
+        """The caller's gradients, as weak references, so that a training step can free their memory."""
         self.dropout: list[tuple[nn.Module, str, float]] = []
 
     def silence_dropout(self, model: nn.Module, *, keep: Collection[nn.Module]) -> None:
-        """Set every dropout probability but those of the modules in `keep` to 0 until `restore`."""
+        """Set every dropout probability to 0 until `restore`, except in the modules in `keep`."""
         self.dropout = silence_dropout(model, keep=keep)
 
     def give_back_layers(self) -> None:
-        """Restore the model's own attention and classes of layers, for a while or for good."""
+        """Restore the model's attention and classes of layers, temporarily or for good."""
         if self.causal.config._attn_implementation == ATTENTION_NAME:
             self.causal.set_attn_implementation(self.attention)
         make_plain(self.causal)
 
     def forget_weights(self) -> None:
-        """Drop the weights, which others replace: `restore` then leaves weights as they are."""
+        """Drop the weights, which others replace: `restore` then leaves weights unchanged."""
         for of_weights in (self.trainable, self.grad_dtypes, self.gradients):
             of_weights.clear()
 
     def restore(self) -> None:
-        """Restore everything. Gradients that training left are dropped; those from before it stay."""
+        """Restore everything. Gradients from training are dropped; gradients from before it stay."""
         self.give_back_layers()
         for module, name, probability in self.dropout:
             setattr(module, name, probability)
@@ -289,7 +289,7 @@ class ModelSettings:
 
 
 def _own_attention(causal: Any) -> str:
-    """The model's attention; where a policy holds it, or left it so, the one that transformers would choose."""
+    """The model's attention; if a policy holds it or did not restore it, the one that transformers would choose."""
     implementation: str = causal.config._attn_implementation or "eager"
     if implementation != ATTENTION_NAME:
         return implementation

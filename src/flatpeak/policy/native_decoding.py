@@ -1,6 +1,6 @@
-"""Decoding by the native kernels (kernels.native), where they serve the model and a self-test agrees; the choice.
+"""Decoding by the native kernels (kernels.native) if they support the model and pass a self-test, and that choice.
 
-Before a policy's first request, log-probabilities of both are compared on its own weights.
+Before a policy's first request, log-probabilities of torch and the kernels are compared on the policy's weights.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from flatpeak.policy.native_weights import Decoded, read_weights
 
 Kernels = Literal["auto", "torch", "native"]
 SETTING = "FLATPEAK_KERNELS"
-"""The environment variable that decides where `rollout.kernels` is auto, and for policies without a recipe."""
+"""The environment variable that decides if `rollout.kernels` is auto, and for policies without a recipe."""
 TORCH = "torch"
-"""The name of what decodes without kernels."""
+"""The name of the decoder without kernels."""
 TOLERANCE = 1e-5
-"""Of the expected difference of a drawn token's log-probability, times the largest logit: what sampler and trainer
-promise each other."""
+"""Tolerance of the expected difference in a drawn token's log-probability, relative to the largest logit: sampler and
+trainer agree up to this."""
 LARGEST_TOLERANCE = 1e-4
-"""Of any token's, likewise: for improbable tokens of a large vocabulary, torch's own rounding exceeds the first one."""
+"""Tolerance for any single token: for improbable tokens of a large vocabulary, torch's rounding exceeds `TOLERANCE`."""
 TEST_PROMPTS, TEST_GROUPS, TEST_STEPS = (1, 33, 3, 18), (1, 5, 2, 4), 20
-"""Tokens of each prompt, completions of each, and tokens of each completion in the self-test."""
+"""Tokens of each prompt, completions of each prompt, and tokens of each completion in the self-test."""
 
 
 class Computed(Decoded, Trained, Protocol):
-    """A policy that is decoded and trained."""
+    """A policy that decodes and is trained."""
 
     gathered: Any
 
@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 
 
 class _Copy(NamedTuple):
-    """Packed weights, and the weights and their state that they are a copy of."""
+    """Packed weights, with the weights and the state they were copied from."""
 
     packed: PackedModel
     weights: Sequence[Tensor]
@@ -53,7 +53,7 @@ class _Copy(NamedTuple):
 
 
 class KernelChoice:
-    """Whether a policy's requests and training passes go through native kernels, and why not."""
+    """Whether a policy's requests and training passes use native kernels, and the reason if not."""
 
     def __init__(self) -> None:
         setting = os.environ.get(SETTING) or "auto"
@@ -62,24 +62,24 @@ class KernelChoice:
         self.setting: Kernels = setting  # type: ignore[assignment]
         self._asked_by = SETTING if setting == "native" else "rollout.kernels"
         self.reason: str | None = None
-        """The reason why the last request was not decoded by them, where `setting` leaves the choice open."""
+        """The reason why kernels did not decode the last request although `setting` allowed them."""
         self.training_reason: str | None = None
-        """The reason why training passes do not go through them, likewise."""
+        """The reason why training passes do not use kernels although `setting` allows them."""
         self.used: str | None = None
         """The decoder of the last request: torch, or the name of a library of kernels."""
         self.idle = False
         """Whether servers draw the rollouts, so that no decoder is chosen."""
-        self._agrees: bool | None = None  # not known before the first comparison
+        self._agrees: bool | None = None  # unknown before the first comparison
         self._trains: bool | None = None
         self._kept: _Copy | None = None
         self._tested: list[int] | None = None
-        """The versions of the weights that training passes were last compared on, with or without a verdict."""
+        """The versions of the weights when training passes were last compared, with or without a verdict."""
 
     def choose(self, setting: Kernels, *, unserved: str | None) -> None:
-        """Take a recipe's setting, of which auto leaves the environment's.
+        """Set the choice from a recipe; with auto, the environment variable decides.
 
-        `unserved` is the reason why the native engine does not serve the policy, if it does not: a UserError where
-        kernels are the only choice.
+        `unserved` is the reason why the native engine does not support the policy, if any: a UserError if the recipe
+        allows kernels only.
         """
         if setting != "auto":
             self.setting, self._asked_by = setting, "rollout.kernels"
@@ -88,18 +88,18 @@ class KernelChoice:
 
     @property
     def notices(self) -> list[str]:
-        """The reasons why decoding and training are slower than they could be, if they are."""
+        """The reasons why decoding or training is slower than it could be, if any."""
         reasons = {"decoding goes": self.reason, "a training pass goes": self.training_reason}
         return [f"{what} without native kernels, and is slower: {why}" for what, why in reasons.items() if why]
 
     def name(self, policy: Decoded) -> str:
-        """The decoder of requests, chosen now if there was none."""
+        """The decoder of requests, chosen now if there is none yet."""
         if self.used is None:
             self.pack(policy)
         return self.used or TORCH
 
     def names(self, policy: Computed) -> str:
-        """The decoder, and what training passes go through where that is another; these alone where servers draw."""
+        """The decoder, and the kernels of training passes if different; only the latter if servers draw rollouts."""
         trains = library_name() if self.trains(policy) else TORCH
         if self.idle:
             return f"{trains} in training passes"
@@ -107,14 +107,14 @@ class KernelChoice:
         return decodes if decodes == trains else f"{decodes} in rollouts, {trains} in training passes"
 
     def pack(self, policy: Decoded) -> PackedModel | None:
-        """The weights for one request, or None if torch decodes it; UserError where only kernels are allowed."""
+        """The weights for one request, or None if torch decodes it; UserError if only kernels are allowed."""
         packed, self.reason = self._unless_torch(policy, lambda: self._pack(policy))
         self.used = TORCH if packed is None else library_name()
         return packed
 
     def trains(self, policy: Computed) -> bool:
-        """Whether passes with gradients go through kernels, and those that score as they do: decided once."""
-        # The shards of a model can be compared with nothing.
+        """Whether passes with gradients use kernels, and with them the passes that score alike; decided once."""
+        # The shards of a model cannot be compared with anything.
         if self._leaves_to_torch(policy):
             return False
         if self._trains is None and policy.gathered is None and self._tested != _versions(policy):
@@ -139,11 +139,11 @@ class KernelChoice:
         return UserError(f"{self._asked_by}=native: {reason}; set {self._asked_by}=auto or torch")
 
     def release(self) -> None:
-        """Free the packed weights: a training pass needs the memory, and changes the weights after it."""
+        """Free the packed weights: a training pass needs the memory, and then changes the weights."""
         self._kept = None
 
     def _pack(self, policy: Decoded) -> PackedModel:
-        weights = read_weights(policy)  # nothing is copied yet
+        weights = read_weights(policy)  # not copied yet
         if self._agrees is None:
             test = f"decoding by {library_name()}"
             self._agrees = remembered(
@@ -155,10 +155,10 @@ class KernelChoice:
         return self._copy(policy, weights)
 
     def _copy(self, policy: Decoded, weights: ModelWeights) -> PackedModel:
-        """The packed weights: those of the last request while nothing has changed them."""
+        """The packed weights: those of the last request if nothing has changed them."""
         state = _state(policy)
         if self._kept is None or self._kept.state != state:
-            self.release()  # before there is another
+            self.release()  # before the next copy is made
             self._kept = _Copy(PackedModel(weights), list(policy.model.parameters()), state)
         return self._kept.packed
 
@@ -176,32 +176,32 @@ class KernelChoice:
 
 
 def _is_tolerated(what: str, *gaps: float) -> bool:
-    """Whether gaps are within what is tolerated; UnavailableError where there is no verdict."""
+    """Whether gaps are within the tolerance; UnavailableError if they are NaN or infinite."""
     if not all(map(math.isfinite, gaps)):
         raise UnavailableError(f"the model's {what} NaN or infinite")
     return max(gaps) <= 1
 
 
 def _versions(policy: Decoded) -> list[int]:
-    """The number of changes of each weight so far, as torch counts them; 0 where it counts none (inference mode)."""
+    """The number of changes of each weight so far, as torch counts them; 0 if it does not count (inference mode)."""
     return [0 if weight.is_inference() else weight._version for weight in policy.model.parameters()]
 
 
 def _state(policy: Decoded) -> list[Any]:
-    """All that packed weights depend on: which weights there are, their changes, and the adapters at work."""
+    """Everything that packed weights depend on: the set of weights, their changes, and the active adapters."""
     adapters = [each.adapter() for each in policy.model.modules() if isinstance(each, FastLayer)]
     scalings = [(id(each.down_RK), id(each.up_NR), each.scaling) for each in adapters if each is not None]
     weights = list(policy.model.parameters())
-    # A few values of each: torch counts no change by a fused optimizer or through `.data`.
+    # A few values of each: torch does not count changes by a fused optimizer or through `.data`.
     samples = [weight.detach().flatten()[:: max(1, weight.numel() // 64)].tolist() for weight in weights]
     return [list(map(id, weights)), _versions(policy), samples, scalings]
 
 
 @torch.inference_mode()
 def largest_gap(policy: Decoded, packed: PackedModel) -> float:
-    """The largest difference of log-probabilities from torch's, relative to what is tolerated; NaN where there is one.
+    """The largest difference in log-probabilities from torch, relative to the tolerance; NaN if any is NaN.
 
-    Groups have uneven sizes. Completions are given tokens, and not drawn: those of all slots at every step.
+    Groups have uneven sizes. Completions consist of given tokens and are not drawn; every slot decodes at every step.
     """
     context = policy.context_length or 1 << 30
     steps = max(1, min(TEST_STEPS, context // 2))
@@ -224,7 +224,7 @@ def largest_gap(policy: Decoded, packed: PackedModel) -> float:
 
 
 def _gap(theirs_RV: Tensor, ours_RV: Tensor) -> Tensor:
-    """The larger of the expected and the largest difference of log-probabilities, by what is tolerated of each."""
+    """The larger of the expected and the largest difference in log-probabilities, each relative to its tolerance."""
     logprobs_RV = theirs_RV.log_softmax(-1)
     gaps_RV = (logprobs_RV - ours_RV.log_softmax(-1)).abs()
     expected_R = (logprobs_RV.exp() * gaps_RV).sum(-1)

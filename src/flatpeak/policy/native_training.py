@@ -1,8 +1,8 @@
-"""Training passes by the native kernels (kernels.native.training_pass), where a self-test agrees.
+"""Training passes by the native kernels (kernels.native.training_pass), if a self-test agrees.
 
-Attention over packed rows goes through them call by call (policy.training_attention). Of RMS norms, gated MLPs and
-GPT-2's GELU the classes are exchanged and nothing else, as of linear layers (policy.linears); products stay with these.
-What a call asks for and kernels do not compute is computed as ever: other types, autocast, compiled layers, weights
+Attention over packed rows decides for each call whether to use them (policy.training_attention). For RMS norms, gated
+MLPs and GPT-2's GELU only the classes are replaced, as for linear layers (policy.linears), which keep computing the
+products. Calls that the kernels do not support are computed as before: other types, autocast, compiled layers, weights
 that are shards.
 """
 
@@ -27,19 +27,20 @@ from flatpeak.policy.model_settings import plain_layers, without_dropout
 from flatpeak.types import PackedCompletions
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
-"""The model types whose norms and MLPs are exchanged."""
+"""The model types whose norms and MLPs are replaced."""
 TEST_PROMPTS, TEST_RESPONSES = (1, 33, 3, 18), ((1, 20, 7), (9, 70), (), (2, 3, 17))
-"""Tokens of each prompt and of its responses in the self-test: one has more than the kernels' block of queries."""
+"""Tokens of each prompt and its responses in the self-test; one response exceeds the kernels' block of queries."""
 LOGPROB_TOLERANCE = 1e-5
-"""Of the self-test's log-probabilities, times the largest: what sampler and trainer promise each other."""
+"""For the self-test's log-probabilities, relative to the largest: sampler and trainer agree up to this."""
 GRADIENT_TOLERANCE = 1e-4
-"""Of its gradient, times the largest entry: rounding leaves a hundredth of that."""
+"""For the self-test's gradient, relative to the largest entry: rounding is a hundredth of that."""
 OWN_TOLERANCE, LEAST_TOLERANCE = 1e-2, 1e-6
-"""Of one weight's, times the largest entry of its own and of all, where those are less: some are rounding alone."""
+"""A weight's gradient may differ by the first times its largest entry, plus the second times the largest entry of all,
+because some gradients consist of rounding error; at most by GRADIENT_TOLERANCE."""
 
 
 class Trained(Protocol):
-    """The interface of a policy that is read here."""
+    """The part of a policy that is used here."""
 
     model: Any
     causal: Any
@@ -51,7 +52,7 @@ class Trained(Protocol):
         ...
 
     def use_kernels(self, native: bool) -> None:
-        """Let packed passes go through native kernels, or not."""
+        """Use native kernels for packed passes, or torch."""
         ...
 
     def packed_logprobs(self, batch: PackedCompletions, *, temperature: float) -> tuple[Tensor, Tensor]:
@@ -60,7 +61,7 @@ class Trained(Protocol):
 
 
 class NativeNorm(Exchanged):
-    """The RMSNorm of llama and its kin: w x / sqrt(mean(x^2) + epsilon)."""
+    """The RMSNorm of llama and similar models: w x / sqrt(mean(x^2) + epsilon)."""
 
     weight: Any
     variance_epsilon: float
@@ -74,7 +75,7 @@ class NativeNorm(Exchanged):
 
 
 class NativeGatedMLP(Exchanged):
-    """The MLP of llama and its kin: down(silu(gate(x)) up(x))."""
+    """The MLP of llama and similar models: down(silu(gate(x)) up(x))."""
 
     gate_proj: Any
     up_proj: Any
@@ -90,7 +91,7 @@ class NativeGatedMLP(Exchanged):
 
 
 def _computed(*tensors: Tensor) -> bool:
-    """Whether kernels compute with these: float32 on a CPU, rows of whole vectors, neither autocast nor compiled."""
+    """Whether kernels support these: float32 on a CPU, rows of whole vectors, neither autocast nor compiled."""
     if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
         return False
     width = library().vector_width()
@@ -100,7 +101,7 @@ def _computed(*tensors: Tensor) -> bool:
 
 
 class NativeGELU(Exchanged, NewGELUActivation):
-    """GPT-2's GELU, which transformers writes in eight passes over its input."""
+    """GPT-2's GELU, which takes transformers eight passes over its input."""
 
     plain = NewGELUActivation
 
@@ -110,7 +111,7 @@ class NativeGELU(Exchanged, NewGELUActivation):
 
 
 def make_native(model: nn.Module) -> None:
-    """Exchange the classes of the modules that kernels compute; `linears.make_plain` restores them."""
+    """Replace the classes of the modules that kernels compute; `linears.make_plain` restores them."""
     for module in model.modules():
         native = _native_class(type(module))  # type: ignore[arg-type]
         if native is not None:
@@ -130,9 +131,9 @@ def _native_class(plain: type[nn.Module]) -> type[nn.Module] | None:
 
 @torch.inference_mode(False)
 def largest_gaps(policy: Trained) -> tuple[float, float]:
-    """The largest differences from torch of log-probabilities and gradient, each relative to what is tolerated.
+    """The largest differences of log-probabilities and gradient from torch, each relative to its tolerance.
 
-    UnavailableError where the pass by kernels fails.
+    UnavailableError if the pass by kernels fails.
     """
     vocabulary = len(policy.head.linear.weight)
     batch = _test_batch(vocabulary, policy.context_length or vocabulary)
@@ -153,7 +154,7 @@ def largest_gaps(policy: Trained) -> tuple[float, float]:
                 grads = torch.autograd.grad(loss, parameters, allow_unused=True)
                 results.append((logprobs_T.detach(), [grad for grad in grads if grad is not None]))
         except Exception as error:
-            if not results:  # torch's own pass failed: a run would too
+            if not results:  # torch's own pass failed, as a run would
                 raise
             raise UnavailableError(f"a training pass by them failed: {type(error).__name__}: {brief(error)}") from error
         finally:
@@ -164,7 +165,7 @@ def largest_gaps(policy: Trained) -> tuple[float, float]:
 
 
 def _largest_gap(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> float:
-    """The largest difference of gradients, relative to what is tolerated of each; NaN where there is one."""
+    """The largest difference of gradients, each relative to its tolerance; NaN if any is NaN."""
     sizes = torch.stack([grad.abs().max() for grad in theirs])
     gaps = torch.stack([(a - b).abs().max() for a, b in zip(theirs, ours, strict=True)])
     own = OWN_TOLERANCE * sizes + LEAST_TOLERANCE * sizes.max()
@@ -174,7 +175,7 @@ def _largest_gap(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> float:
 
 @contextmanager
 def _differentiated(policy: Trained) -> Iterator[Sequence[nn.Parameter]]:
-    """A context with the trainable weights; of a frozen copy, whose verdict is the policy's too, with all of them."""
+    """A context with the trainable weights; for a frozen copy, which shares the policy's verdict, with all of them."""
     trainable = policy.parameters()
     frozen = [] if trainable else [each for each in policy.model.parameters() if each.is_floating_point()]
     for parameter in frozen:

@@ -1,6 +1,6 @@
-"""The weights of Llama-like models and GPT-2 as the native kernels take them: the modules' own, adapters merged.
+"""The weights of Llama-like models and GPT-2 as the native kernels need them, with adapters merged.
 
-Whatever is not exactly what the kernels compute, a hook included, is refused.
+A model is refused unless it is exactly what the kernels compute; a hook is enough to refuse it.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ LAYERS = {
     "qwen2": _LLAMA,
     "qwen3": _LLAMA | {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"},
 }
-"""The model types that the kernels have a forward pass of, and their names of the components of a layer."""
+"""The model types for which the kernels have a forward pass, and the names of a layer's components."""
 SERVED = tuple(LAYERS)
 _GELU = ("gelu_new", "gelu_pytorch_tanh")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 class Decoded(Probed, Protocol):
-    """The interface of a policy that is read here."""
+    """The part of a policy that is used here."""
 
     @property
     def below_float32(self) -> bool:
-        """Whether anything on the way through the model rounds more coarsely than float32."""
+        """Whether any computation in the model rounds more coarsely than float32."""
         ...
 
 
 @torch.no_grad()
 def read_weights(policy: Decoded) -> ModelWeights:
-    """The weights of a model, as the kernels know it; UnavailableError where they do not. Layers are read lazily."""
+    """The weights of a model for the kernels; UnavailableError if they do not support it. Layers are read lazily."""
     config, gpt2 = policy.causal.config, policy.causal.config.model_type == "gpt2"
     if (reason := _unserved(policy)) is not None:
         raise UnavailableError(reason)
-    policy.model.eval()  # dropout of adapters, which is off then
+    policy.model.eval()  # turns off the dropout of adapters
     trunk = getattr(policy.causal, policy.causal.base_model_prefix)
     blocks = list(trunk.h if gpt2 else trunk.layers)
     attention = [block.attn if gpt2 else block.self_attn for block in blocks]
@@ -87,7 +87,7 @@ def read_weights(policy: Decoded) -> ModelWeights:
 
 
 def _unserved(policy: Decoded) -> str | None:
-    """The reason why the kernels do not serve a model, if they do not."""
+    """The reason why the kernels do not support a model, if any."""
     config = policy.causal.config
     if policy.below_float32 or (policy.device.type, policy.head.linear.weight.dtype) != ("cpu", torch.float32):
         return "they compute in float32 on a CPU"
@@ -104,7 +104,7 @@ def _unserved(policy: Decoded) -> str | None:
     if not known:
         return f"they know only the usual variant of {config.model_type}"
     for module in policy.causal.modules():
-        # A training forward is for passes with gradients.
+        # A training forward only affects passes with gradients.
         replaced = "forward" in module.__dict__ and not has_training_forward(module)
         if replaced or any(module.__dict__[name] for name in _HOOKS):
             return f"a {type(module).__name__} has a hook"
@@ -119,7 +119,7 @@ def _rope(rotary: nn.Module, positions: int) -> tuple[Tensor, Tensor]:
 
 
 def _check_own(policy: Decoded, *modules: nn.Module) -> None:
-    """UnavailableError where a module is not the one that transformers has for this type of model."""
+    """UnavailableError if a module is not the one that transformers has for this type of model."""
     kind = policy.causal.config.model_type
     for module in modules:
         if plain_class(module).__module__ != f"transformers.models.{kind}.modeling_{kind}":
@@ -133,7 +133,7 @@ def _embedding(module: nn.Module) -> Tensor:
 
 
 def _check_layer(block: nn.Module, paths: Mapping[str, str]) -> None:
-    """UnavailableError where a layer has a component that the kernels do not know."""
+    """UnavailableError if a layer has a component that the kernels do not support."""
     for component in LINEAR:
         modules: list[Any] = [block.get_submodule(path) for path in paths.get(component, "").split()]
         for module in modules:
@@ -144,7 +144,7 @@ def _check_layer(block: nn.Module, paths: Mapping[str, str]) -> None:
 
 @torch.no_grad()
 def _layer(block: nn.Module, paths: Mapping[str, str]) -> dict[str, Affine]:
-    """The components of a layer, with copies of what is joined or merged."""
+    """The components of a layer; joined or merged ones are copies."""
     modules = {name: [block.get_submodule(path) for path in each.split()] for name, each in paths.items()}
     return {name: _joined(each) if name in LINEAR else _norm(*each) for name, each in modules.items()}
 
@@ -157,7 +157,7 @@ def _norm(module: Any) -> Affine:
 
 
 def _joined(layers: Sequence[Any]) -> Affine:
-    """Linear layers that read the same input, one below the other, each with its adapter merged."""
+    """Linear layers that read the same input, stacked one below the other, each with its adapter merged."""
     weights = [_matrix(layer) for layer in layers]
     biases = [bias for layer in layers if (bias := getattr(layer, "base_layer", layer).bias) is not None]
     if len(layers) == 1:
@@ -176,7 +176,7 @@ def _matrix(layer: Any) -> Tensor:
 
 
 def _adapter(layer: Any) -> Adapter | None:
-    """The adapter of a linear layer that has one; UnavailableError where the kernels do not know the layer."""
+    """The adapter of a linear layer, if it has one; UnavailableError if the kernels do not support the layer."""
     if plain_class(layer) in (nn.Linear, Conv1D):
         return None
     adapter = layer.adapter() if isinstance(layer, FastLayer) else None

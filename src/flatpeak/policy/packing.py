@@ -2,10 +2,10 @@
 
     prompt 0 | prompt 1 | ... | response 0 | response 1 | ... | filler
 
-All of a model but attention reads the row as it is, without padding. Attention pads prompts and responses side by side,
-in groups of similar length (`by_length`), so that one long prompt among short ones costs what it costs alone. Where
-there are several groups, the row has one after the other. A model that packing does not serve reads the same batch
-padded, each completion with a prompt of its own (`padded_token_logprobs`, below).
+All of a model except attention reads the row as it is, without padding. Attention pads prompts and responses side by
+side, in groups of similar length (`by_length`), so that one long prompt among short ones does not lengthen their
+padding; if there are several groups, they follow each other in the row. A model that packing does not support reads the
+same batch padded, with the prompt repeated for each completion (`padded_token_logprobs`, below).
 
 S counts the row's tokens (filler included), P its prompts, N its responses, T its response tokens.
 """
@@ -26,20 +26,20 @@ from flatpeak.kernels.native.training_pass import Groups
 from flatpeak.types import PackedCompletions
 
 ROW_MULTIPLE = 4
-"""Matrix products give a row the same bits whatever the other rows are only where rows come in multiples of four."""
+"""Only if rows come in multiples of four do matrix products give a row the same bits for any values of other rows."""
 BATCH_MULTIPLE = 64
-"""Training rows come in few lengths, as oneDNN compiles and keeps a kernel for each."""
+"""Training rows are padded to few different lengths, because oneDNN compiles and keeps a kernel for each length."""
 SIMILAR = 64
-"""Lengths that differ by no more than this, or by a quarter of the longest, are padded to it together."""
+"""Lengths that differ by at most this, or by a quarter of the longest, are padded together to the longest."""
 LARGEST_WASTE = 4
-"""The most padded positions per token, ..."""
+"""The most padded positions per token ..."""
 SMALL = 4096
-"""... in a group of more positions than this."""
+"""... in a group with more positions than this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segments:
-    """Stretches of the packed row, and the positions of their tokens when padded side by side for attention."""
+    """Sections of the packed row, and the positions of their tokens when padded side by side for attention."""
 
     lengths: Tensor
     """int64 [count], in the order of the padded layout."""
@@ -55,7 +55,7 @@ class Segments:
 
     @property
     def starts(self) -> Tensor:
-        """int64 [count]: the token at which each segment begins, of those that stand in the row."""
+        """int64 [count]: the token at which each segment begins, counting only segments in the row."""
         first = (self.padded_index % self.longest == 0).nonzero()[:, 0]
         return torch.empty_like(self.lengths).index_copy_(0, self.padded_index[first] // self.longest, first)
 
@@ -73,7 +73,7 @@ class Segments:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Responses:
-    """Responses whose prompts stand in one group, padded side by side, the longest first."""
+    """Responses whose prompts belong to one group, padded side by side, the longest first."""
 
     segments: Segments
     group: int
@@ -89,11 +89,11 @@ class PackedRow:
     token_ids_S: Tensor
     positions_S: Tensor
     prompts: tuple[Segments, ...]
-    """Groups of similar length, in the order in which they stand in the row."""
+    """Groups of similar length, in the order of the row."""
     order_P: tuple[int, ...]
-    """Indices of the prompts, in the order in which they stand in the row."""
+    """Indices of the prompts, in the order of the row."""
     responses: tuple[Responses, ...]
-    """In the order in which they stand in the row, after all prompts."""
+    """In the order of the row, after all prompts."""
     source_T: Tensor
     """int64 [T]: the row position whose hidden state predicts each response token. A prompt's last position repeats."""
 
@@ -101,7 +101,7 @@ class PackedRow:
 def segments(lengths: Tensor, *, multiple: int = 1, order: Tensor | None = None) -> Segments:
     """Lay segments of these lengths out side by side, padded to the longest, rounded up to a multiple.
 
-    `order` (int64, a permutation) says which segment stands in each row of the padded layout; None keeps their order.
+    `order` (int64, a permutation) gives the segment in each row of the padded layout; None keeps their order.
     """
     longest = -(-int(lengths.max()) // multiple) * multiple
     rows = torch.arange(len(lengths), device=lengths.device)
@@ -117,7 +117,7 @@ def segments(lengths: Tensor, *, multiple: int = 1, order: Tensor | None = None)
 def offsets(lengths: Tensor) -> Tensor:
     """0, 1, ..., length - 1 of every segment, end to end."""
     ends = lengths.cumsum(0)
-    total = int(ends[-1]) if len(ends) else 0  # of nothing but empty completions none stand in a row
+    total = int(ends[-1]) if len(ends) else 0  # if all completions are empty, there are no segments
     return torch.arange(total, device=lengths.device) - torch.repeat_interleave(ends - lengths, lengths)
 
 
@@ -141,8 +141,8 @@ def pack_prompts(prompts: Sequence[Sequence[int]], *, device: torch.device, mult
 def pack_batch(batch: PackedCompletions) -> PackedRow:
     """Pack prompts and responses.
 
-    The last token of a response is packed as well: it predicts nothing, but to leave it out would complicate every
-    index for the sake of one position.
+    The last token of a response is packed as well. It predicts nothing, but leaving it out would complicate every index
+    to save one position.
     """
     device = batch.tokens_T.device
     lengths = [len(prompt) for prompt in batch.prompts]
@@ -153,11 +153,11 @@ def pack_batch(batch: PackedCompletions) -> PackedRow:
     last_of_prompt_N = _by_index(order_P, lengths_P.cumsum(0) - 1).index_select(0, batch.prompt_N)
     bundles = _bundles(batch, groups)
     order_N = torch.tensor([n for _, members in bundles for n in members], dtype=torch.int64, device=device)
-    lengths_R = batch.lengths_N.index_select(0, order_N)  # as responses stand in the row
+    lengths_R = batch.lengths_N.index_select(0, order_N)  # in the order of the row
     within_R, within_T = offsets(lengths_R), offsets(batch.lengths_N)
     starts_N = (batch.lengths_N.cumsum(0) - batch.lengths_N).index_select(0, order_N)
     token_R = torch.repeat_interleave(starts_N, lengths_R) + within_R
-    # The start of each response in the row; one without tokens has none, and no token refers to it.
+    # The start of each response in the row; an empty response has none, and no token refers to it.
     begins_N = torch.zeros_like(batch.lengths_N).index_copy_(0, order_N, lengths_R.cumsum(0) - lengths_R)
     before_T = len(prompt_tokens) + begins_N.index_select(0, batch.sequence_T) + within_T - 1
     prompt_lengths_N = torch.tensor(lengths, device=device).index_select(0, batch.prompt_N)
@@ -180,18 +180,18 @@ def _prompt_segments(
 
 
 def _bundles(batch: PackedCompletions, groups: Sequence[Sequence[int]]) -> list[tuple[int, list[int]]]:
-    """Pairs (group of prompts, responses to them): one pair per group of response lengths, empty responses left out."""
+    """Pairs (group of prompts, responses to them), one per group of response lengths; omits empty responses."""
     group_of = {p: g for g, group in enumerate(groups) for p in group}
     lengths = batch.lengths_N.tolist()
     members: list[list[int]] = [[] for _ in groups]
     for n, p in enumerate(batch.prompt_N.tolist()):
         if lengths[n]:
             members[group_of[p]].append(n)
-    return [
-        (g, [chosen[index] for index in bundle])
-        for g, chosen in enumerate(members)
-        for bundle in by_length([lengths[n] for n in chosen], similar=False)
-    ]
+    bundles = []
+    for g, chosen in enumerate(members):
+        for bundle in by_length([lengths[n] for n in chosen], similar=False):
+            bundles.append((g, [chosen[index] for index in bundle]))
+    return bundles
 
 
 def _responses(
@@ -212,14 +212,14 @@ def _responses(
 
 
 def attention_groups(row: PackedRow) -> Groups:
-    """The segments of a packed row as native kernels read them: each prompt, and after it its responses."""
+    """The segments of a packed row as native kernels read them: each prompt, followed by its responses."""
     packed = [*row.prompts, *(bundle.segments for bundle in row.responses)]
     begins = accumulate((len(each.padded_index) for each in packed), initial=0)
     starts = torch.cat([begin + each.starts for begin, each in zip(begins, packed, strict=False)])
     before = [0, *accumulate(each.count for each in row.prompts)]
     prompts = [torch.arange(before[-1]), *(before[bundle.group] + bundle.prompt_N for bundle in row.responses)]
     prompt = torch.cat(prompts)
-    order = prompt.argsort(stable=True)  # a prompt stands before its responses
+    order = prompt.argsort(stable=True)  # a prompt comes before its responses
     return Groups(
         bounds=F.pad(prompt.bincount().cumsum(0), (1, 0)),
         segments=torch.stack([starts, torch.cat([each.lengths for each in packed])], 1).index_select(0, order),
@@ -227,14 +227,14 @@ def attention_groups(row: PackedRow) -> Groups:
 
 
 def _by_index(order: Sequence[int], values: Tensor) -> Tensor:
-    """Undo an order: `values[i]` belongs to index `order[i]`, and the result is by index."""
+    """Undo an order: `values[i]` belongs to index `order[i]`, and the result is in the order of indices."""
     return torch.empty_like(values).index_copy_(0, torch.tensor(order, device=values.device), values)
 
 
 def fill(rows: Tensor, multiple: int = ROW_MULTIPLE) -> Tensor:
     """Repeat the first row up to a multiple of rows.
 
-    Zeros would be padding tokens without a mask, of which some models warn; a real token is none.
+    Zeros would be padding tokens without a mask, about which some models warn; a real token causes no warning.
     """
     missing = -len(rows) % multiple
     return torch.cat([rows, rows[:1].expand(missing, *rows.shape[1:])]) if missing else rows
@@ -243,7 +243,7 @@ def fill(rows: Tensor, multiple: int = ROW_MULTIPLE) -> Tensor:
 def by_length(lengths: Sequence[int], *, similar: bool = True) -> list[list[int]]:
     """Indices in groups of similar length, the longest first; within a group they stay in order.
 
-    Without `similar`, only LARGEST_WASTE bounds how much a group may gain by padding to its longest.
+    Without `similar`, only LARGEST_WASTE bounds how much padding to its longest may add to a group.
     """
     groups: list[list[int]] = []
     longest = tokens = 0
@@ -273,7 +273,7 @@ def padded_token_logprobs(model: Any, batch: PackedCompletions, *, temperature: 
     source_T = first_N.index_select(0, batch.sequence_T) + offsets(batch.lengths_N)
     with _logits_only_at(model, source_T, input_ids.shape):
         logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
-    # Logits of all positions come back where the hook below did not recognize the output layer's input.
+    # All positions have logits if the hook below did not recognize the output layer's input.
     logits_TV = logits[0] if logits.shape[:2] != input_ids.shape else logits.flatten(0, 1).index_select(0, source_T)
     logits_TV = (logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()) / temperature
     logprobs_TV = torch.log_softmax(logits_TV, dim=-1)
@@ -283,9 +283,9 @@ def padded_token_logprobs(model: Any, batch: PackedCompletions, *, temperature: 
 
 @contextmanager
 def _logits_only_at(model: Any, source_T: Tensor, shape: torch.Size) -> Iterator[None]:
-    """A context in which the output layer reads hidden states [N, L, D] at these positions only, as a row [1, T, D].
+    """A context in which the output layer reads only hidden states [N, L, D] at these positions, as a row [1, T, D].
 
-    Logits of whole prompts would take more memory than all else. Whatever models do to logits, they do to each alone.
+    Logits of whole prompts would need more memory than all else. Models transform the logits of each token separately.
     """
 
     def choose(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -1,4 +1,4 @@
-"""The precision of a model: what rounds below float32, and the precise values behind weights that do."""
+"""The precision of a model: what rounds more coarsely than float32, and the precise values behind such weights."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from flatpeak.errors import UserError
 COARSE_PRECISIONS = frozenset({"tf32", "bf16"})
 """Values of torch's `fp32_precision` that round the factors of a float32 product."""
 SLOW_BFLOAT16: Final = 2.0
-"""The time of a bfloat16 product over that of a float32 one above which a CPU has no instructions for bfloat16."""
+"""If a CPU's bfloat16 product takes more than this times as long as a float32 one, it has no bfloat16 instructions."""
 _TRIALS: Final = 4
 
 
 def below_float32(model: nn.Module) -> bool:
-    """Whether anything on the way through a model rounds more coarsely than float32.
+    """Whether any computation in a model rounds more coarsely than float32.
 
-    Weights in a lower precision do, those of a frozen or quantized base under float32 adapters included, and so do
-    autocast and matrix products in TF32 or bfloat16 (`torch.set_float32_matmul_precision`).
+    Lower-precision weights do, including those of a frozen or quantized base under float32 adapters, and so do autocast
+    and matrix products in TF32 or bfloat16 (`torch.set_float32_matmul_precision`).
     """
     kinds = {(p.dtype, p.device.type) for p in model.parameters()}
     buffers = {buffer.dtype for buffer in model.buffers() if buffer.is_floating_point()}
@@ -35,7 +35,7 @@ def _coarse(dtype: torch.dtype) -> bool:
 
 
 def _computes_below(device: str) -> bool:
-    # Read from each backend: torch.get_float32_matmul_precision raises where this newer interface has been used.
+    # Read from each backend: torch.get_float32_matmul_precision raises if this newer interface has been used.
     backend = torch.backends.cuda.matmul if device == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     precisions = {backend.fp32_precision, torch.backends.fp32_precision}  # type: ignore[attr-defined]
     return torch.is_autocast_enabled(device) or not COARSE_PRECISIONS.isdisjoint(precisions)
@@ -58,19 +58,19 @@ def _product_seconds(dtype: torch.dtype) -> float:
 
 
 def slow_dtype_notices(model: nn.Module) -> list[str]:
-    """The notice of a bfloat16 model on a CPU that computes in float32 faster."""
+    """The notice about a bfloat16 model on a CPU that computes faster in float32."""
     if not any(p.dtype == torch.bfloat16 and p.device.type == "cpu" for p in model.parameters()):
         return []
     if bfloat16_slowdown() < SLOW_BFLOAT16:
         return []
-    return [  # without the figure, which differs at each start: a resumed run would log the notice again
+    return [  # without the measured ratio, which differs at each start: a resumed run would log the notice again
         f"bfloat16 products take over {SLOW_BFLOAT16:g} times as long as float32 ones on this CPU: give the model in "
         "float32, as model.dtype=float32 does"
     ]
 
 
 def check_trainable(parameters: Sequence[nn.Parameter]) -> None:
-    """UserError where there are no trainable weights, or some in float16."""
+    """UserError if there are no trainable weights, or if some are in float16."""
     if not parameters:
         raise UserError("no parameter of the model has requires_grad: unfreeze what is to be trained")
     if any(parameter.dtype == torch.float16 for parameter in parameters):
@@ -81,7 +81,7 @@ def check_trainable(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def master_weight(parameter: nn.Parameter) -> Tensor:
-    """The precise value of a weight: a float32 copy where it is stored below, else itself; UserError for float16."""
+    """The precise value of a weight: a float32 copy if it is stored in less, else itself; UserError for float16."""
     check_trainable([parameter])
     precise = torch.promote_types(parameter.dtype, torch.float32)
     return parameter if parameter.dtype == precise else parameter.detach().to(precise)

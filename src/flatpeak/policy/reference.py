@@ -17,17 +17,17 @@ from flatpeak.policy.model_settings import scoring
 
 
 class Snapshot(Policy):
-    """A frozen copy of a policy, adapters included, that can be brought up to date in place.
+    """A frozen copy of a policy, adapters included, that can be updated in place.
 
-    It shares the weights that training leaves as they are: under adapters the whole base is in memory once. Of a
-    sharded policy it is whole, shares nothing, and is made and brought up to date by all ranks together.
+    It shares the weights that training does not change: under adapters the whole base is in memory only once. The copy
+    of a sharded policy is whole, shares nothing, and all ranks make and update it together.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.trained = frozenset(name for name, weight in policy.model.named_parameters() if weight.requires_grad)
-        """Names of the weights that training changes; all others are equal to the policy's for good."""
+        """Names of the weights that training changes; all others always equal the policy's."""
         self.shares = policy.gathered is None
-        """Whether it shares those others; the whole copy of a sharded policy is in memory for a while only."""
+        """Whether it shares the other weights; the whole copy of a sharded policy exists only for a while."""
         frozen = (weight for weight in policy.model.parameters() if not weight.requires_grad)
         shared = {id(weight): weight for weight in frozen} if self.shares else {}
         with policy.whole() as whole, whole.plain_attention() as model:
@@ -40,43 +40,43 @@ class Snapshot(Policy):
         return scoring(self.model, trained=self.trained)
 
     def _own_weights(self) -> list[nn.Parameter]:
-        """The weights that are a copy; those that it shares stay where the policy needs them."""
+        """The copied weights; shared weights stay where the policy needs them."""
         return [weight for name, weight in self.model.named_parameters() if not self.shares or name in self.trained]
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors that may differ from the policy's, tied weights once; no copies."""
+        """All tensors that may differ from the policy's, tied weights once; not copied."""
         return self._movable(self.model)
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the values of such tensors into its own."""
+        """Copy the values of such tensors into this model's."""
         own = self.tensors()
         assert own.keys() == tensors.keys()
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
 
     def follow(self, policy: Policy) -> None:
-        """Copy the present weights of the policy that this is a copy of."""
+        """Copy the current weights of the policy that this is a copy of."""
         with policy.whole() as whole:
             self.load(self._movable(whole.model))
 
     def _movable(self, model: Any) -> dict[str, Tensor]:
-        # Buffers that a model does not save, such as rotary tables, are derived and no part of its state.
+        # Buffers that a model does not save, such as rotary tables, are derived and not part of its state.
         saved = model.state_dict().keys()
         weights = {name: weight for name, weight in model.named_parameters() if name in self.trained}
         return weights | {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def snapshot(policy: Policy) -> Snapshot:
-    """A frozen copy of the policy as it is now."""
+    """A frozen copy of the current policy."""
     return Snapshot(policy)
 
 
 def renewed(reference: Policy, policy: Policy) -> Snapshot:
-    """A frozen copy of the policy as it is now, in the memory of the reference where that is such a copy too.
+    """A frozen copy of the current policy, in the memory of the reference if that is such a copy too.
 
-    Otherwise it is a new copy: another model may differ in more than its weights, even where these have the same
-    shapes. It is offloaded if the reference is.
+    Otherwise it is a new copy: another model may differ in more than its weights, even if they have the same shapes. It
+    is offloaded if the reference is.
     """
     if isinstance(reference, Snapshot):
         reference.follow(policy)

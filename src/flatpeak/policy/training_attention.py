@@ -1,4 +1,4 @@
-"""The attention function that transformers modules call in place of their own, and attention over packed rows.
+"""The attention function that transformers modules call instead of their own, and attention over packed rows.
 
 Modules run unmodified: `attention_forward` is registered with transformers by name, reads the layer's settings into an
 `AttentionRule`, and leaves the rest to the context of the forward pass. There are two contexts: `PackedContext` for
@@ -6,10 +6,10 @@ packed rows (training, scoring, and the prefill of prompts) and `kv_cache.KeyVal
 with each call as the keyword argument `attention_context` of the model, never as a global: globals break under threads
 and under activation checkpointing, whose recomputation runs in the backward pass.
 
-In a packed row, prompts attend to themselves, and responses to their prompt and to themselves, in blocks of query
-positions: a block's keys end where causality ends them. On a CPU blocks run through torch's fused kernel with a
-backward pass of our own, on a GPU through `scaled_dot_product_attention`. With native kernels (policy.native_training)
-there are neither padding nor blocks, where a layer has no window, no soft cap and no dropout.
+In a packed row, prompts attend to themselves, and responses to their prompt and themselves, in blocks of query
+positions: a block's keys end where causality ends them. On a CPU, blocks use torch's fused kernel with flatpeak's
+backward pass; on a GPU, `scaled_dot_product_attention`. Native kernels (policy.native_training) need neither padding
+nor blocks; they serve layers without window, soft cap and dropout.
 
 Shape letters: B rows, L positions, Hq query heads, Hkv key heads, D head dimension, P prompts, N responses, Lp columns
 of prompts, K keys.
@@ -32,19 +32,19 @@ from flatpeak.policy.packing import PackedRow, attention_groups
 ATTENTION_NAME = "flatpeak"
 """The name of the function among transformers' implementations of attention."""
 NO_MASK = torch.empty(0, 0, 0, 0)
-"""The mask argument of the model: transformers hands a 4-dimensional one on as it is, and does not derive one from
-positions, which on a GPU would wait for the device at every token."""
+"""The mask argument of the model: transformers passes a 4-dimensional mask on unchanged. It would derive a missing mask
+from positions, which on a GPU would wait for the device at every token."""
 IGNORABLE = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"})
-"""Keywords that models hand down to attention although they do not change its result."""
+"""Keywords that models pass down to attention although they do not change its result."""
 BLOCK = 64
-"""Query positions at a time."""
+"""Query positions per block."""
 SUM_COLUMNS = 192
 """Columns, a multiple of BLOCK, whose weighted sum is taken in one product. MKL cuts sums over 193 to 383 columns into
-halves, so that the bits of a longer sum depend on how many columns of weight 0 follow."""
+halves, so the bits of a longer sum depend on the number of trailing columns of weight 0."""
 MOST_KEYS = 2**17
-"""Columns of all responses together that a block lays side by side: each response has its prompt's keys beside it."""
+"""The most columns, of all responses together, that a block lays side by side: each response has its prompt's keys."""
 MOST_SCORES = 2**23
-"""Query positions times columns of a block."""
+"""The most query positions times columns of a block."""
 
 
 def attention_forward(
@@ -61,7 +61,7 @@ def attention_forward(
     attention_context: AttentionContext | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The function registered with transformers. Raises UnservedAttentionError at any keyword it would not honour."""
+    """The function registered with transformers. Raises UnservedAttentionError at any keyword it would not obey."""
     if attention_context is None:
         raise UnservedAttentionError(
             "this model is held by a flatpeak policy: use `with policy.plain_attention() as model:` around a forward "
@@ -86,13 +86,13 @@ def attention_forward(
 
 
 def register_attention() -> None:
-    """Register the function with transformers, and a mask function that makes none: contexts mask by themselves."""
+    """Register the function with transformers, with an empty mask function: contexts make their masks themselves."""
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
     AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)
 
 
 class UnservedAttentionError(RuntimeError):
-    """Error of an architecture that asks for something this attention function does not do."""
+    """The architecture asks for something that this attention function does not do."""
 
 
 class AttentionContext(Protocol):
@@ -108,7 +108,7 @@ class AttentionContext(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionRule:
-    """The rule by which one layer weights keys: softmax(softcap * tanh(scale * q k / softcap)), within a window."""
+    """The weights that one layer gives to keys: softmax(softcap * tanh(scale * q k / softcap)), within a window."""
 
     scale: float
     window: int | None = None
@@ -117,7 +117,7 @@ class AttentionRule:
 
     @property
     def plain(self) -> bool:
-        """Whether it is softmax(scale * q k) as given, whatever the window."""
+        """Whether it is softmax(scale * q k) without soft cap, dropout or autocast; a window is allowed."""
         return self.softcap is None and not self.dropout and not torch.is_autocast_enabled("cpu")
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -146,17 +146,17 @@ class PackedContext:
     """Attention within a packed row: prompts to themselves, responses to their prompt and to themselves."""
 
     def __init__(self, row: PackedRow, *, keep_prompts: bool = False, native: bool = False) -> None:
-        """`native`: through native kernels, where they compute what a layer asks for."""
+        """`native`: use native kernels for the layers they support."""
         self.row = row
         self._groups = attention_groups(row) if native else None
         self.calls: list[int] = []
         self.kept: dict[int, tuple[Tensor, Tensor]] | None = {} if keep_prompts else None
-        """Per layer the prompts' keys and values, [tokens, Hkv, D] as they stand in the row, for a prefill."""
+        """Per layer the prompts' keys and values, [tokens, Hkv, D] in the order of the row, for a prefill."""
         self._prompt_masks: dict[tuple[int, int], Tensor] = {}
         self._blocks: dict[tuple[int, int | None], list[Block]] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        """Attend within the row; see AttentionContext, where B is 1 and L the row's length."""
+        """Attend within the row; see AttentionContext, here with B = 1 and L the row's length."""
         self.calls.append(layer)
         states = [each[0].transpose(0, 1) for each in (query, key, value)]  # [S, H, D]
         if self._groups is not None and rule.plain and rule.window is None and _alike(*states, dtype=torch.float32):
@@ -191,7 +191,7 @@ class PackedContext:
         return rule(query, key, value, self._prompt_mask(query.shape[2], rule.window))
 
     def _prompt_mask(self, longest: int, window: int | None) -> Tensor | None:
-        """None (plain causal: padding stands right of every token) unless a window is shorter than the prompts."""
+        """None (plain causal: padding is right of every token) unless a window is shorter than the prompts."""
         if window is None or window >= longest:
             return None
         if (longest, window) not in self._prompt_masks:
@@ -201,7 +201,7 @@ class PackedContext:
         return self._prompt_masks[longest, window]
 
     def _blocks_of(self, index: int, window: int | None) -> list[Block]:
-        # The same in every layer with this window.
+        # Equal in every layer with this window.
         if (index, window) not in self._blocks:
             bundle = self.row.responses[index]
             prompts = self.row.prompts[bundle.group]
@@ -211,7 +211,7 @@ class PackedContext:
 
 
 def _alike(*states: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Whether queries, keys and values are all on a CPU, of one type (this one) and one dimension."""
+    """Whether queries, keys and values are all on a CPU, with one type (this one, if given) and one dimension."""
     kinds = {(each.dtype, each.shape[-1], each.device.type) for each in states}
     return kinds == {(dtype or states[0].dtype, states[0].shape[-1], "cpu")}
 
@@ -229,9 +229,9 @@ def packed_hidden(trunk: nn.Module, row: PackedRow, context: PackedContext) -> T
 
 
 def _attend_to_prefixes(rule: AttentionRule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention [P, H, L, D], SUM_COLUMNS positions and then block by block, each over the keys up to its end.
+    """Causal attention [P, H, L, D]: first SUM_COLUMNS positions, then block by block, over the keys up to its end.
 
-    A block's sums then have the same columns whatever the length of the other prompts, and so the same bits.
+    So a block's sums have the same columns, and therefore the same bits, for any length of the other prompts.
     """
     length = query.shape[2]
     if length > SUM_COLUMNS:
@@ -255,11 +255,11 @@ class Block:
     start: int
     end: int
     mask: Tensor
-    """bool [count, 1, end - start, Lp + end]: the columns of its prompt and of its own response that a query sees."""
+    """bool [count, 1, end - start, Lp + end]: the columns of its prompt and its response that a query sees."""
 
 
 def cut_blocks(lengths_N: Tensor, prompt_lengths_N: Tensor, prompt_columns: int, window: int | None) -> list[Block]:
-    """Cut responses of these lengths (descending) into blocks, each of the responses that are long enough for it."""
+    """Cut responses of these lengths (descending) into blocks; a block contains the responses that reach it."""
     lengths = lengths_N.tolist()
     device = lengths_N.device
     prompt_position = torch.arange(prompt_columns, device=device)
@@ -291,10 +291,10 @@ def attend_in_blocks(
     prompt_N: Tensor,
     blocks: list[Block],
 ) -> Tensor:
-    """Attend with queries [N, Hq, L, D] over prompts' and own keys and values: [N, Hq, L, D].
+    """Attend with queries [N, Hq, L, D] over keys and values of prompts and responses: [N, Hq, L, D].
 
-    Prompts' are [P, Hkv, Lp, D], that of response n being prompt_N[n], and own ones [N, Hkv, L, D]. Results past a
-    response's end have no meaning, and are not read.
+    Prompts' are [P, Hkv, Lp, D], and response n has prompt prompt_N[n]; responses' are [N, Hkv, L, D]. Results past a
+    response's end are undefined and never read.
     """
     if rule.plain and _alike(queries, *own):
         attended: Tensor = _FusedBlocks.apply(queries, *prompts, *own, prompt_N, blocks, rule.scale)
@@ -307,7 +307,7 @@ def attend_in_blocks(
 
 
 def _keys(prompts: Tensor, own: Tensor, prompt_N: Tensor, block: Block) -> Tensor:
-    """Keys or values of a block, prompts' beside own ones: [N_j, Hkv, Lp + end, D]."""
+    """Keys or values of a block, those of prompts beside those of responses: [N_j, Hkv, Lp + end, D]."""
     return torch.cat([prompts.index_select(0, prompt_N[_responses(block)]), own[_responses(block), :, : block.end]], 2)
 
 
@@ -332,16 +332,16 @@ def _unfold(rows: Tensor, heads: int) -> Tensor:
 
 
 def _fold_mask(block: Block, queries: Tensor, keys: Tensor) -> Tensor:
-    """The mask of the folded rows, as the numbers that the kernel adds to scores."""
+    """The mask of the folded rows, as numbers that the kernel adds to scores."""
     repeats = queries.shape[1] // keys.shape[1]
     bias = torch.zeros(block.mask.shape, dtype=queries.dtype, device=queries.device)
     return bias.masked_fill_(~block.mask, -torch.inf).repeat(1, 1, repeats, 1)
 
 
 class _FusedBlocks(torch.autograd.Function):
-    """`attend_in_blocks` by torch's fused CPU kernel, with gradients summed in place and no copy of the keys kept.
+    """`attend_in_blocks` by torch's fused CPU kernel; it sums gradients in place and keeps no copy of the keys.
 
-    Query heads that share a key head are query rows of it, so that keys are not repeated.
+    Query heads that share a key head become query rows of it, so that keys are not repeated.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The canvas of all plots: a matplotlib figure that becomes the text of an SVG, the same for the same input."""
+"""The canvas for all plots: a matplotlib figure that becomes the text of an SVG; equal input gives equal text."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 def svg_canvas(
     name: str, inches: tuple[float, float], *, font_size: float = 9, transparent: bool = False
 ) -> Iterator[tuple[Any, io.StringIO]]:
-    """An empty figure, and the text that is its SVG once the block is done."""
+    """An empty figure, and the text of its SVG once the block has ended."""
     import matplotlib
     from matplotlib.figure import Figure
 
     text = io.StringIO()
-    # The salt names clip paths and markers: the same for the same figure, different for two in one document.
-    # Names of arms and metrics are no formulas, whatever dollar signs they have.
+    # The salt names clip paths and markers: equal for equal figures, different for two figures in one document.
+    # Names of arms and metrics may contain dollar signs, but are not formulas.
     settings = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": font_size, "text.parse_math": False}
     with matplotlib.rc_context(settings):
         figure = Figure(figsize=inches, layout="constrained")

@@ -17,9 +17,9 @@ Row = dict[str, Any]
 
 OVEROPTIMIZATION: Final = "Over-optimization"
 _OVEROPTIMIZATION_NOTE: Final = (
-    "Held-out means of the reward parts, each in its own unit, of samples where evaluations draw some, else of greedy "
-    "answers: solid, by the left axis, what training pays for; "
-    "dashed, by the right one, what it only measures. A solid curve that rises while a dashed one falls is a hacked "
+    "Held-out means of the reward parts, each in its own unit; of samples if evaluations draw any, else of greedy "
+    "answers. Solid, left axis: what training pays for. "
+    "Dashed, right axis: what it only measures. A solid curve that rises while a dashed curve falls is a hacked "
     "reward."
 )
 _BESIDE_ACCURACY: Final = {
@@ -29,17 +29,17 @@ _BESIDE_ACCURACY: Final = {
 """Metrics drawn in the chart of accuracy, with the labels of their curves."""
 _FALL: Final = "sharpness/fall_"
 _SHARPNESS_NOTE: Final = (
-    "Reward that random noise in the weights costs, by the noise's norm over that of each matrix, mean over its "
+    "Reward lost to random noise in the weights, by the noise's norm relative to that of each matrix; mean over its "
     "directions. The lower, the flatter the peak."
 )
 _MANY_POINTS: Final = 40
-"""Curves with more points are drawn faint, under their moving average."""
+"""Curves with more points than this are drawn faint, under their moving average."""
 _REACH_FRACTION: Final = 0.05
 """Neighbours on either side in the moving average, as a fraction of all points."""
 _MAX_LINE_WIDTH: Final = 2.2
 _SIZE_INCHES: Final = (5.4, 3.2)
 _LEGEND_ROW_INCHES: Final = 0.26
-"""Height that a row of the legend adds, so that the axes of all charts are equally high."""
+"""Height that a row of the legend adds, so that the axes of all charts have equal heights."""
 _LEGEND_COLUMNS: Final = 3
 _BLACK: Final = "#000000"
 
@@ -69,9 +69,9 @@ class Chart:
     without: tuple[str, ...] = ()
     """Patterns of metric names to leave out."""
     absent_is_zero: bool = False
-    """Whether a step without the metric counts as 0, as for counts of events that are only written where they occur."""
+    """Whether a step without the metric counts as 0, as for counts of events that are written only if they occur."""
     beside: str | None = None
-    """A metric without which the chart is left out; None: there is none."""
+    """A metric that must exist for the chart to be drawn; None: no condition."""
     unless_zero: bool = False
     """Whether to leave out a metric that is 0 at every step."""
     note: str = ""
@@ -85,21 +85,21 @@ CHARTS: Final = (
         title="Reward",
         metrics="reward/*",
         without=("reward/std", "reward/missing_fraction", "reward/*/failed", "reward/*/timeouts"),
-        note="Mean over the sampled training completions, in all and by part.",
+        note="Mean over the sampled training completions, in total and by part.",
     ),
     Chart(
         title="Missing rewards",
         metrics="reward/missing_fraction",
         unit="share of completions",
         unless_zero=True,
-        note="Completions without a reward: they teach nothing, and are not counted as 0.",
+        note="Completions without a reward: nothing is learned from them, and they do not count as 0.",
     ),
     Chart(
         title="Failures of reward parts",
         metrics="reward/*/failed",
         unit="completions per step",
         absent_is_zero=True,
-        note="Without a score because the part raised, ran out of time, died or returned no number.",
+        note="Without a score because the part raised an error, ran out of time, died or returned no number.",
     ),
     Chart(
         title="Answers that ran out of time",
@@ -118,13 +118,13 @@ CHARTS: Final = (
         title="Judge: worthless answers that fooled it",
         metrics="judge/*canary_false_positive_rate",
         unit="share of canaries",
-        note="Of the last canaries. Above 0, the policy can find what works too.",
+        note="In the last canaries. Above 0, the policy can find what works too.",
     ),
     Chart(
         title="Judge minus verifier",
         metrics="judge/*shadow_gap",
         unit="score",
-        note="On the completions that both judged. A gap that grows is a judge that is being gamed.",
+        note="On completions that both judged. If the gap grows, the judge is being gamed.",
     ),
     Chart(
         title="Judge: cost",
@@ -138,14 +138,14 @@ CHARTS: Final = (
         title="Informative groups",
         metrics="groups/informative_fraction",
         unit="share of groups",
-        note="Groups whose rewards differ: the others teach nothing.",
+        note="Groups whose rewards differ: nothing is learned from the others.",
     ),
     Chart(title="Entropy", metrics="policy/entropy", unit="nats per token"),
     Chart(title="KL to the reference", metrics="policy/kl_reference", unit="nats per token"),
     Chart(
         title="Policy loss",
         metrics="policy/loss",
-        note="About 0 with one update per rollout, while its gradient is not: watch the reward.",
+        note="About 0 with one update per rollout, although its gradient is not: watch the reward.",
     ),
     Chart(title="Gradient norm", metrics="policy/grad_norm", note="Before clipping."),
     Chart(title="Truncated completions", metrics="rollout/truncated_fraction", unit="share of completions"),
@@ -159,7 +159,7 @@ CHARTS: Final = (
         title="Gradient norm without penalty",
         metrics="gradreg/g1_norm",
         beside="gradreg/penalty_ratio",
-        note="Of the parameters that gradient regularization perturbs, or would: what it lowers.",
+        note="Over the parameters that gradient regularization perturbs or would perturb; it lowers this norm.",
     ),
     Chart(
         title="Cosine of gradient and penalty",
@@ -179,7 +179,7 @@ def charts(
 ) -> list[dict[str, Any]]:
     """Draw the charts for which the run has data.
 
-    `weights` are those of the rewards, by name. `metric` chose the best checkpoint, and has a chart where there is no
+    `weights` are the rewards' weights, by name. `metric` chose the best checkpoint, and has a chart if there is no
     accuracy.
     """
     drawn = []
@@ -214,9 +214,9 @@ def charts(
 
 
 def metric_curves(rows: Sequence[Row], chart: Chart) -> list[Curve]:
-    """One curve for each metric of the chart that has a value at some step; of equal ones a single one for all.
+    """One curve for each metric of the chart that has a value at some step; one curve for all equal metrics.
 
-    A reward of one component, say, is its own mean, up to rounding: drawn twice, the first curve would lie hidden.
+    For example, a reward with one component equals its mean, up to rounding: the second curve would hide the first.
     """
     rows = [row for row in rows if row.get("stage") == chart.stage]
     names = dict.fromkeys(name for row in rows for name in row if fnmatchcase(name, chart.metrics))
@@ -243,9 +243,9 @@ def _coincide(curve: Curve, steps: Sequence[float], values: Sequence[float]) -> 
 
 
 def accuracy_curves(evaluations: Sequence[StageEvaluation]) -> list[Curve]:
-    """Held-out accuracy over RL steps, of samples where there are no greedy answers, and the metrics drawn beside it.
+    """Held-out accuracy over RL steps, of samples if there are no greedy answers, and the metrics in the same chart.
 
-    The model before RL is at step 0. Empty where no evaluation has an accuracy.
+    The model before RL is at step 0. Empty if no evaluation has an accuracy.
     """
     for prefix in ("", "sampled/"):
         accuracy = held_out_curve(evaluations, f"{prefix}accuracy")
@@ -275,9 +275,9 @@ def reward_weights(config: str | None) -> dict[str, float]:
 def paid_and_measured(
     evaluations: Sequence[StageEvaluation], weights: Mapping[str, float]
 ) -> tuple[list[Curve], list[Curve]]:
-    """The curves of the rewards with a weight, and of those with weight 0; both empty where a run lacks either.
+    """The curves of the rewards with a weight, and of those with weight 0; both empty if a run lacks either.
 
-    They are of sampled completions, on which training is rewarded, where an evaluation has some; else of greedy ones.
+    They are for sampled completions, on which training is rewarded, if an evaluation has any; else for greedy ones.
     """
     paid = [curve for name, weight in weights.items() if weight and (curve := _reward_curve(evaluations, name))]
     measured = [curve for name, weight in weights.items() if not weight and (curve := _reward_curve(evaluations, name))]
@@ -303,7 +303,7 @@ def held_out_curve(evaluations: Sequence[StageEvaluation], metric: str, *, label
 
 
 def _reward_curve(evaluations: Sequence[StageEvaluation], name: str) -> Curve | None:
-    """A component of the reward, of sampled completions where there are some."""
+    """A component of the reward, for sampled completions if there are any."""
     return held_out_curve(evaluations, f"sampled/{name}", label=name) or held_out_curve(evaluations, name)
 
 
@@ -318,8 +318,8 @@ def curve_svg(
 ) -> str:
     """Draw the curves over the steps as an `<svg>` element; the same input gives the same text.
 
-    The curves of `right` are dashed and have a y axis of their own, on the right. `unit` and `right_unit` are the units
-    of the two axes. Several curves have a legend, a single one only with `legend`.
+    The curves of `right` are dashed and have their own y axis on the right. `unit` and `right_unit` are the units of
+    the two axes. Several curves always have a legend, a single curve only with `legend`.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -329,10 +329,10 @@ def curve_svg(
         for index, curve in enumerate([*curves, *right]):
             on_the_right = index >= len(curves)
             style: dict[str, Any] = {"color": f"C{index}", "linestyle": "--" if on_the_right else "-"}
-            # Where curves coincide, the wider lower one remains visible.
+            # If curves coincide, the wider lower curve remains visible.
             style["linewidth"] = max(1.2, _MAX_LINE_WIDTH - 0.5 * index)
             _draw(other if on_the_right else axes, curve, style)
-        # At the left edge of the figure: titles above axes would begin wherever the numbers beside these end.
+        # At the left edge of the figure: the left end of the axes depends on the width of their numbers.
         figure.suptitle(title, x=0.01, horizontalalignment="left")
         axes.set_xlabel("step")
         axes.set_ylabel(unit)
@@ -344,13 +344,13 @@ def curve_svg(
         _widen_if_flat(axes, curves)
         if legend or len(curves) + len(right) > 1:
             _add_legend(figure, (axes, other))
-    # Without the XML declaration and document type, which are invalid inside HTML; black is the page's own colour of
-    # text, which is light on a dark page.
+    # Without the XML declaration and document type, which are invalid inside HTML; black becomes the page's text
+    # colour, which is light on a dark page.
     return text.getvalue()[text.getvalue().index("<svg") :].replace(_BLACK, "currentColor")
 
 
 def _add_legend(figure: Any, sides: Sequence[Any]) -> None:
-    """Name the curves of both axes below them, where the names hide none, on as much more height as they take."""
+    """Name the curves of both axes below the axes, and enlarge the figure by the height of the names."""
     handles = [handle for side in dict.fromkeys(sides) for handle in side.get_legend_handles_labels()[0]]
     columns = min(_LEGEND_COLUMNS, len(handles))
     rows = math.ceil(len(handles) / columns)
@@ -365,7 +365,7 @@ def moving_average(values: Sequence[float], reach: int) -> list[float]:
 
 
 def _widen_if_flat(axes: Any, curves: Sequence[Curve]) -> None:
-    """Give a constant curve between 0 and 1 the whole range as its axis, instead of a narrow one around its value."""
+    """Draw a constant curve between 0 and 1 on an axis from 0 to 1, instead of a narrow range around its value."""
     values = {value for curve in curves for value in curve.values}
     if len(values) == 1 and 0 <= min(values) <= 1 and not any(curve.intervals for curve in curves):
         axes.set_ylim(-0.05, 1.05)
@@ -375,7 +375,7 @@ def _draw(axes: Any, curve: Curve, style: dict[str, Any]) -> None:
     many = len(curve.steps) > _MANY_POINTS
     if curve.intervals:
         bars = [interval or (value, value) for interval, value in zip(curve.intervals, curve.values, strict=True)]
-        # By rounding, an end of an interval may lie slightly on the wrong side of its value.
+        # Rounding may put an end of an interval slightly on the wrong side of its value.
         below = [max(0.0, value - low) for (low, _), value in zip(bars, curve.values, strict=True)]
         above = [max(0.0, high - value) for (_, high), value in zip(bars, curve.values, strict=True)]
         settings = {"marker": "o", "markersize": 4, "capsize": 3, "elinewidth": 1.2}

@@ -33,7 +33,7 @@ SHARPNESS: Final = {
     "top_eigenvalue": "of the Hessian of the policy loss",
     "eigenvalue_residual": "of the eigenvalue, relative to it",
 }
-"""Meanings of the metrics `sharpness/<name>`, for which a radius and a reward part may follow."""
+"""Meanings of the metrics `sharpness/<name>`; the name may be followed by a radius and a reward part."""
 _BEST: Final = "at its best"
 _FIRST_METRICS: Final = ("accuracy", "extraction_failed", "reward", "missing", "timeouts")
 _METHODS: Final = {"wilson": "Wilson", "bootstrap": "bootstrap"}
@@ -41,18 +41,18 @@ _METHODS: Final = {"wilson": "Wilson", "bootstrap": "bootstrap"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationColumn:
-    """An evaluation with a column in the tables."""
+    """An evaluation that has a column in the tables."""
 
     label: str
     evaluation: StageEvaluation
     outcome: bool
-    """Whether it is the best or the last of RL, which have tables by subset."""
+    """Whether it is the best or the last evaluation of RL, which have tables by subset."""
 
 
 def evaluation_columns(
     evaluations: Sequence[StageEvaluation], *, best_step: int | None, after: str = "after RL"
 ) -> list[EvaluationColumn]:
-    """The evaluations before training, after SFT, at the best RL step and at the last one, each once."""
+    """The evaluations before training, after SFT, at the best RL step and at the last step, each once."""
     labels: dict[int, list[str]] = {}
     for stage, label in (("start", "before training"), ("sft", "after SFT")):
         of_stage = [index for index, evaluation in enumerate(evaluations) if evaluation.stage == stage]
@@ -75,13 +75,13 @@ def evaluation_columns(
 
 
 def best_evaluation(summary: RunSummary) -> StageEvaluation | None:
-    """The evaluation of the best RL step; for step 0 that of the model before RL."""
+    """The evaluation of the best RL step; for step 0, of the model before RL."""
     best = [evaluation for evaluation in summary.evaluations if _rl_step(evaluation) == summary.best_step]
     return best[-1] if best else None
 
 
 def headline_metric(evaluation: StageEvaluation, *, metric: str | None = None) -> str | None:
-    """The metric that represents an evaluation: accuracy, else the one that chooses checkpoints, else reward."""
+    """The metric that represents an evaluation: accuracy, else the metric that chooses checkpoints, else reward."""
     names = ("accuracy", "sampled/accuracy", metric, "reward", "sampled/reward")
     return next((name for name in names if name in evaluation.metrics), None)
 
@@ -92,7 +92,7 @@ def extraction_failure_metric(metric: str) -> str:
 
 
 def metric_table(columns: Sequence[EvaluationColumn]) -> dict[str, Any] | None:
-    """A row per metric and a column per evaluation, with the interval's method; perturbed questions are left out."""
+    """A row per metric and a column per evaluation, with the interval's method; without perturbed questions."""
     if not columns:
         return None
     evaluations = [column.evaluation for column in columns]
@@ -118,7 +118,7 @@ def metric_table(columns: Sequence[EvaluationColumn]) -> dict[str, Any] | None:
 
 
 def meaning(metric: str) -> str:
-    """An explanation of a metric in a few words; empty where it has none."""
+    """An explanation of a metric in a few words; empty if there is none."""
     namespace, _, name = metric.partition("/")
     if namespace != "sharpness":
         return MEANINGS.get(metric.removeprefix("sampled/"), "")
@@ -127,7 +127,7 @@ def meaning(metric: str) -> str:
 
 
 def cell(evaluation: StageEvaluation, metric: str) -> str:
-    """`0.970 [0.954, 0.984]`, with ` of 98` where the mean is over fewer questions than the evaluation has."""
+    """`0.970 [0.954, 0.984]`, with ` of 98` if the mean is over fewer questions than the evaluation has."""
     if metric not in evaluation.metrics:
         return ""
     return _cell(
@@ -138,7 +138,7 @@ def cell(evaluation: StageEvaluation, metric: str) -> str:
 def subset_tables(columns: Sequence[EvaluationColumn], *, metric: str | None = None) -> list[dict[str, Any]]:
     """One table per subset column of the best and the last evaluation: rows by value, micro and macro average.
 
-    A run without RL has those of its last evaluation.
+    A run without RL has tables for its last evaluation.
     """
     tables = []
     for column in [column for column in columns if column.outcome] or columns[-1:]:
@@ -229,7 +229,7 @@ def _step(evaluation: StageEvaluation) -> str:
 
 
 def _order(name: str) -> tuple[int, int]:
-    """Sort greedy metrics first, then sampled ones, then pass@k and maj@k; in each, accuracy and its failures first."""
+    """Sort greedy metrics first, then sampled ones, then pass@k and maj@k; in each group, accuracy comes first."""
     plain = name.removeprefix("sampled/")
     kind = 2 if name.startswith(("pass@", "maj@")) else int(plain != name)
     return kind, _FIRST_METRICS.index(plain) if plain in _FIRST_METRICS else len(_FIRST_METRICS)

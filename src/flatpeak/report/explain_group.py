@@ -39,7 +39,7 @@ class ExplainedCompletion:
     row: Row
     """Its row of the rollout log: text, rewards, total reward, advantage, log-probs."""
     weight: float
-    """The weight w_i of each of its tokens in the loss, with the whole step as one minibatch."""
+    """The weight w_i of each of its tokens in the loss, if the whole step is one minibatch."""
     tokens: tuple[str, ...]
     ratios: tuple[float, ...]
     """Per token, the ratio of its probability under the run's last checkpoint to the sampler's."""
@@ -63,8 +63,8 @@ class Explanation:
 
 
 def explain(run: Path, *, step: int | None = None, group: str | None = None) -> Explanation:
-    """Read a group of a step's log (the one whose rewards differ most, unless named) and score it with the run's last
-    and first checkpoint. `step` None is the last logged one. UserError where there is no such run, step or group."""
+    """Read a group from a step's log (by default the group whose rewards differ most) and score it with the run's last
+    and first checkpoint. `step` None is the last logged step. UserError if the run, step or group does not exist."""
     paths = RunPaths(run)
     if not paths.is_run():
         raise UserError(f"{run} is not a run's directory{run_hint(run)}")
@@ -120,7 +120,7 @@ def _explain_completions(
         )
         for name in (LAST, checkpoint_name(0))
     )
-    for policy in (last, first):  # the self-test of the kernels takes longer than one group
+    for policy in (last, first):  # the self-test of the kernels would take longer than one group
         policy.kernels.choose("torch", unserved=None)
     batch = collate([group], torch.ones(1, len(rows), dtype=torch.bool), device=last.device)
     last_logprobs_T, first_logprobs_T = (
@@ -159,7 +159,7 @@ def _most_varied_group(rows: Sequence[Row]) -> str:
 def render(explanation: Explanation, *, width: int | None = None) -> Lines:
     """Render the group as lines: the advantage's rule, a row per completion, and the tokens in colour.
 
-    Columns that do not fit into `width` go into further tables, so that no number is cut.
+    Columns that do not fit into `width` go into further tables, so that no number is cut off.
     """
     first, advantage = explanation.completions[0].row, explanation.config.advantage
     rewards = explanation.rewards
@@ -175,7 +175,7 @@ def render(explanation: Explanation, *, width: int | None = None) -> Lines:
         "tokens": [str(len(completion.tokens)) for completion in completions],
         "ended by": [row["finish_reason"] for row in rows],
     }
-    # Not in the dictionary: a reward may have the name of a column.
+    # Not in the dictionary, because a reward may have the name of a column.
     rewards_by_name = [(name, [_number(row["rewards"].get(name)) for row in rows]) for name in first["rewards"]]
     return Lines(
         Text(f"step {explanation.step}, group {first['group']}, gold {first['gold']}"),
@@ -187,7 +187,7 @@ def render(explanation: Explanation, *, width: int | None = None) -> Lines:
         *_tables([*columns.items(), *rewards_by_name], [str(index) for index in counts], width=width),
         Text(
             "Tokens: green gained and red lost probability since they were drawn (x ratio at the last checkpoint); "
-            "underlined where the KL to the policy before RL (k3) exceeds 0.1. "
+            "underlined if the KL to the policy before RL (k3) exceeds 0.1. "
             f"{_gradient(explanation.config.objective.loss)}"
         ),
         *(_tokens(index, completion) for index, completion in zip(counts, completions, strict=True)),
@@ -195,7 +195,7 @@ def render(explanation: Explanation, *, width: int | None = None) -> Lines:
 
 
 def _counts(completions: Sequence[ExplainedCompletion]) -> dict[int, int]:
-    """By the index of each distinct completion, how often the group has its tokens and rewards."""
+    """By the index of each distinct completion, the number of completions with its tokens and rewards."""
     rows = (completion.row for completion in completions)
     scored = [(row["finish_reason"], row["reward"], *row["rewards"].values()) for row in rows]
     keys = [(completion.tokens, *scores) for completion, scores in zip(completions, scored, strict=True)]
@@ -203,21 +203,21 @@ def _counts(completions: Sequence[ExplainedCompletion]) -> dict[int, int]:
 
 
 def _rule(advantage: AdvantageConfig) -> str:
-    """The rule by which rewards became advantages."""
+    """The rule that turned rewards into advantages."""
     if advantage.function is not None:
         return f"advantages by {advantage.function}"
     return f"baseline {advantage.baseline}, scale {advantage.scale}"
 
 
 def _gradient(loss: str) -> str:
-    """The weight of a token's gradient, as far as flatpeak knows the loss."""
+    """The weight of a token's gradient, if flatpeak knows the loss."""
     if is_reference(loss):
         return f"A token's loss is its weight times {loss}."
     return "A token's gradient weighs -advantage * weight * ratio."
 
 
 def _tables(columns: Sequence[tuple[str, Sequence[str]]], numbers: Sequence[str], *, width: int | None) -> list[Table]:
-    """Split the columns into tables, each with as many as fit into the width beside the rows' numbers."""
+    """Split the columns into tables, each with as many columns as fit into the width beside the rows' numbers."""
     margin = 3  # the line and the two spaces around a cell
     room = None if width is None else width - 1 - max(map(len, numbers)) - margin
     chunks: list[list[tuple[str, Sequence[str]]]] = [[]]
@@ -233,7 +233,7 @@ def _tables(columns: Sequence[tuple[str, Sequence[str]]], numbers: Sequence[str]
 
 
 def _table(columns: Sequence[tuple[str, Sequence[str]]]) -> Table:
-    # Only text wider than a whole line (the name of a reward) is folded.
+    # Only text wider than a whole line (such as the name of a reward) is folded.
     table = Table(*(Column(Text(name), overflow="fold") for name, _ in columns))
     for row in zip(*(cells for _, cells in columns), strict=True):
         table.add_row(*map(Text, row))
@@ -250,7 +250,7 @@ def _tokens(index: int, completion: ExplainedCompletion) -> Text:
 
 
 def visible_token(tokenizer: Any, token: int) -> str:
-    """The text of a token with invisible characters escaped: `\\n` for a line break, `␣` for each of only blanks."""
+    """A token's text with invisible characters escaped: `\\n` for a line break, `␣` for each of only blanks."""
     text: str = tokenizer.decode([token]) or str(tokenizer.convert_ids_to_tokens(token) or f"<{token}>")
     if not text.strip(" "):
         return "␣" * len(text)

@@ -1,4 +1,4 @@
-"""The report of a run: report.html, one self-contained page of all that the run has written, and tables of runs."""
+"""The report of a run: report.html, one self-contained page with everything the run has written, and tables of runs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ COLUMNS: Final = (
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `run_dir/report.html` and return its path. UserError where there is no run."""
+    """Write `run_dir/report.html` and return its path. UserError if there is no run."""
     from jinja2 import Environment, FileSystemLoader
 
     run = RunPaths(Path(run_dir))
@@ -111,7 +111,7 @@ def page_content(run: RunPaths) -> dict[str, Any]:
 
 
 def subject(config: str | None, evaluations: Sequence[StageEvaluation]) -> str | None:
-    """The model and the task of a run, as its recipe names them; None where that names no model."""
+    """The model and the task of a run, as named in its recipe; None if that names no model."""
     content: Any = yaml.safe_load(config) if config else None
     model = content.get("model") if isinstance(content, Mapping) else None
     if not isinstance(model, Mapping):
@@ -123,19 +123,19 @@ def subject(config: str | None, evaluations: Sequence[StageEvaluation]) -> str |
 
 
 def shorten_hashes(text: str) -> str:
-    """The text with hashes of 16 hexadecimal digits or more cut to eight; manifest.json has all of them."""
+    """The text with hashes of 16 hexadecimal digits or more cut to eight; manifest.json has the full hashes."""
     return re.sub(r"(?<![0-9a-z])([0-9a-f]{8})[0-9a-f]{8,}(?![0-9a-z])", r"\1", text)
 
 
 def _minute(started: str) -> str:
-    """`2026-01-02 03:04 UTC` of an ISO time of any zone."""
+    """`2026-01-02 03:04 UTC` from an ISO time in any zone."""
     return datetime.fromisoformat(started).astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def headline(
     summary: RunSummary | None, columns: Sequence[EvaluationColumn], rows: Sequence[Row]
 ) -> list[tuple[str, str]]:
-    """The (label, value) pairs at the top of the page that the run has."""
+    """The (label, value) pairs at the top of the page, as far as the run has them."""
     pairs = []
     for column in columns:
         metric = headline_metric(column.evaluation, metric=summary.metric if summary else None)
@@ -161,7 +161,7 @@ def headline(
 
 
 def no_signal_warning(rows: Sequence[Row], evaluations: Sequence[StageEvaluation], config: str | None) -> str | None:
-    """The warning about RL steps without an informative group, where they are at least three and half of all."""
+    """The warning about RL steps without an informative group, if there are at least three, and half of all steps."""
     trained = [row for row in rows if row.get("stage") == "train" and "groups/informative_fraction" in row]
     without_signal = [
         row for row in trained if row["groups/informative_fraction"] == 0 and not row.get("policy/grad_norm")
@@ -181,7 +181,7 @@ def no_signal_warning(rows: Sequence[Row], evaluations: Sequence[StageEvaluation
 
 
 def evaluations_of(rows: Sequence[Row]) -> tuple[StageEvaluation, ...]:
-    """Read evaluations from metrics.jsonl, for a run without a summary so far: they have no sizes and intervals.
+    """Read evaluations from metrics.jsonl, for a run that has no summary yet: they lack sizes and intervals.
 
     An evaluation belongs to the stage whose steps precede it.
     """
@@ -201,7 +201,7 @@ def evaluations_of(rows: Sequence[Row]) -> tuple[StageEvaluation, ...]:
 
 
 def example_rollouts(run: RunPaths) -> dict[str, Any] | None:
-    """The best, median and worst completion of the group, at the last logged step, whose rewards differ most."""
+    """The best, median and worst completion of the group with the most different rewards, at the last logged step."""
     steps = logged_steps(run.rollouts)
     if not steps:
         return None
@@ -226,7 +226,7 @@ def _position(notice: Row) -> str:
 
 
 def _last_whole_step(steps: Mapping[int, Path]) -> tuple[int, list[Row]]:
-    """The last step whose file can be read, and its rows; (0, []) where there is none."""
+    """The last step whose file can be read, and its rows; (0, []) if there is none."""
     for step in sorted(steps, reverse=True):
         with suppress(UserError):
             return step, read_rollouts(steps[step])
@@ -244,14 +244,14 @@ def _trains_reward_model(rows: Sequence[Row]) -> bool:
 
 
 def _with_failures(evaluation: StageEvaluation, metric: str) -> str:
-    """The estimate; of accuracy with the share without an extracted answer, which shows if the format is learned."""
+    """The estimate; for accuracy with the share without an extracted answer, which shows if the format is learned."""
     failed = evaluation.metrics.get(extraction_failure_metric(metric))
     failures = "" if failed is None or not metric.endswith("accuracy") else f"; no answer found in {failed:.1%}"
     return cell(evaluation, metric) + failures
 
 
 def run_table(runs: Sequence[Path]) -> str:
-    """The run-summary table as CSV; a value that a run does not have is an empty cell. UserError for what is no run."""
+    """The run-summary table as CSV; missing values are empty cells. UserError if a directory is not a run's."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -263,8 +263,7 @@ def run_table(runs: Sequence[Path]) -> str:
 def compared_runs(runs: Sequence[Path]) -> str:
     """A table of runs for a terminal: the held-out metric at every stage, its last interval, best and last step, time.
 
-    The metric is accuracy where the run has it, else the one that chose its checkpoints. A dash marks a value that the
-    run does not have.
+    The metric is accuracy if the run has it, else the metric that chose its checkpoints. A dash marks a missing value.
     """
     rows: list[tuple[str, ...]] = [("run", "metric", "start", "SFT", "final", "95% interval", "best", "last", "time")]
     rows += [_comparison_row(run, RunPaths(run).summary) for run in runs]
@@ -324,7 +323,7 @@ def _summary_row(summary: RunSummary) -> dict[str, Any]:
 
 
 def _accuracy(evaluation: StageEvaluation | None) -> float | None:
-    """The accuracy of greedy answers, or of samples where there are no greedy ones."""
+    """The accuracy of greedy answers; of samples if there are no greedy answers."""
     return _metric_value(evaluation, "accuracy")
 
 

@@ -1,4 +1,4 @@
-"""The base classes of rewards: scorers and rules, the components of a reward, and the scores that they return."""
+"""The base classes of rewards: scorers and rules, the components of a reward, and the scores they return."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ MathExtraction = Literal["auto", "any", "boxed", "r1_zero"]
 
 
 class GradingBudget:
-    """Seconds that one step may lose to calls that run out of time or memory; calls that give a score cost nothing."""
+    """Seconds that a step may lose to calls that run out of time or memory; calls that give a score cost nothing."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        """The budget at its beginning."""
+        """The initial budget."""
         self.left = seconds
         """Seconds not lost yet, never below 0."""
 
@@ -55,15 +55,15 @@ class ComponentScores:
     scores: list[list[Score]]
     """[p][g] is completion g of group p."""
     timed_out: Sequence[Sequence[bool]] = ()
-    """[p][g], whether a score stands for an answer that ran out of time or memory; empty where none does."""
+    """[p][g], whether a score stands for an answer that ran out of time or memory; empty if none does."""
     failed: int = 0
-    """Completions without a score because something raised, or ended without an answer."""
+    """Completions without a score because a call raised an error or ended without an answer."""
     ungraded: int = 0
-    """Of those that timed out or failed: completions that were not graded, because the step's budget was spent."""
+    """Among those that timed out or failed: completions not graded because the step's budget was spent."""
     first_error: Exception | None = None
     """The first exception or limit."""
     tolerated: bool = False
-    """Whether the failures are a grader's limits on single texts, not faults of the reward: all may fail at once."""
+    """Whether failures are a grader's limits on single texts and not faults of the reward: all may fail at once."""
 
     @property
     def flags(self) -> list[bool]:
@@ -73,7 +73,7 @@ class ComponentScores:
 
 
 def join_scores(calls: Sequence[ComponentScores], groups: Sequence[Group]) -> ComponentScores:
-    """The scores of calls that cover all completions of the groups in order, arranged by group."""
+    """The scores of calls that together cover all completions of the groups in order, arranged by group."""
     flat = iter([score for call in calls for row in call.scores for score in row])
     flags = iter([flag for call in calls for flag in call.flags])
     return ComponentScores(
@@ -81,7 +81,7 @@ def join_scores(calls: Sequence[ComponentScores], groups: Sequence[Group]) -> Co
         timed_out=[[next(flags) for _ in group.completions] for group in groups],
         ungraded=sum(call.ungraded for call in calls),
         failed=sum(call.failed for call in calls),
-        # Of a failure where there is one: a score that stands for a timeout is none.
+        # The error of a failure if there is one: a score that stands for a timeout is not a failure.
         first_error=next(
             (call.first_error for call in sorted(calls, key=lambda call: not call.failed) if call.first_error), None
         ),
@@ -91,14 +91,14 @@ def join_scores(calls: Sequence[ComponentScores], groups: Sequence[Group]) -> Co
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Isolation:
-    """Limits under which worker processes call a scorer that is someone else's code."""
+    """Limits under which worker processes call a scorer that contains someone else's code."""
 
     timeout: float | None = None
-    """Seconds for one call; None is the pool's."""
+    """Seconds for one call; None uses the pool's limit."""
     single_call: bool = False
-    """Whether one call covers all completions, which then have to be sampled first."""
+    """Whether one call covers all completions, which then must be sampled first."""
     required: bool = False
-    """Whether the user asked for a worker: a scorer that cannot be sent to one is an error then, else a notice."""
+    """Whether the user asked for a worker: a scorer that cannot be sent to a worker is then an error, else a notice."""
     on_timeout: Score = None
     """The score of completions whose call ran out of time or memory."""
 
@@ -114,7 +114,7 @@ class WorkerCalls:
 
 
 class SelfCheck(Protocol):
-    """The result of a scorer's check of itself."""
+    """The result of a scorer's self-check."""
 
     @property
     def summary(self) -> str:
@@ -123,26 +123,26 @@ class SelfCheck(Protocol):
 
 
 class Scorer(ABC):
-    """Base class of a component's scorer: `score` is to be written, and every other hook may stay as it is."""
+    """Base class of a component's scorer: subclasses define `score`; every other hook has a default."""
 
     by_completion: ClassVar[bool] = False
-    """Whether each score depends on its completion and prompt alone: workers are then sent one completion at a time."""
+    """Whether each score depends only on its completion and prompt: workers then get one completion at a time."""
     parallel: ClassVar[bool] = False
-    """Whether workers may score groups one by one, for speed: nothing is kept between groups."""
+    """Whether workers may score groups one by one, for speed: the scorer keeps nothing between groups."""
     may_hang: ClassVar[bool] = False
-    """Whether a notice is due when a call in this process takes very long."""
+    """Whether to print a notice when a call in this process takes very long."""
     is_function: ClassVar[bool] = False
-    """Whether scores are those of a function of the user's, which need not be 0 or 1 and say nothing of an answer."""
+    """Whether scores come from a user's function, so that they may differ from 0 and 1 and do not rate an answer."""
     is_judge: ClassVar[bool] = False
     """Whether scores are a model's opinions, each of which costs a call."""
     unprotected: str | None = None
-    """The reason why this process calls code that would otherwise be called by a worker; None where there is none."""
+    """The reason why this process calls code that a worker would normally call; None if there is no such code."""
     shadow: str | None = None
     """The name of a component that knows the truth, for `shadow_metrics`."""
 
     @property
     def isolation(self) -> Isolation | None:
-        """The limits under which workers, where there are any, call it to protect this process; None: it needs none."""
+        """The limits under which workers, if there are any, call it to protect this process; None: no protection."""
         return None
 
     @abstractmethod
@@ -150,30 +150,30 @@ class Scorer(ABC):
         """Score every completion of every group."""
 
     def score_within(self, groups: Sequence[Group], budget: GradingBudget | None) -> ComponentScores:
-        """The scores of `score`; a budget that is spent may end waiting for them, as timeouts. None is no limit."""
+        """The scores of `score`; once a budget is spent, waiting may end in timeouts. None: no limit."""
         return self.score(groups)
 
     def answer(self, completion: Completion, prompt: Prompt) -> str | None:
-        """The completion's answer in a form that equal answers share, None if it has none: here the stripped text."""
+        """The completion's answer, the same for equal answers; None without an answer. Here the stripped text."""
         return completion.text.strip()
 
     def worker_calls(self, groups: Sequence[Group]) -> WorkerCalls:
-        """The calls by which worker processes score the groups."""
+        """The calls with which worker processes score the groups."""
         if self.by_completion:
             groups = [replace(group, completions=(one,)) for group in groups for one in group.completions]
         sizes = [len(group.completions) for group in groups]
         return WorkerCalls(function=self.score, arguments=[([group],) for group in groups], sizes=sizes)
 
     def prepare(self, examples: Sequence[Example]) -> SelfCheck | None:
-        """Check itself on a few examples before a run: UserError where it is unfit."""
+        """Check itself on a few examples before a run; UserError if it is unfit."""
         return None
 
     def run_canaries(self) -> SelfCheck | None:
-        """Check itself again, after some training: UserError where it has become unfit."""
+        """Check itself again after some training; UserError if it has become unfit."""
         return None
 
     def attach(self, directory: Path, *, stopping: Callable[[], bool]) -> None:
-        """Write into a run's directory from now on, and raise StoppedError instead of waiting when `stopping()`."""
+        """Write into a run's directory from now on; waits raise StoppedError once `stopping()` is true."""
         return
 
     def metrics(self) -> Mapping[str, float]:
@@ -181,7 +181,7 @@ class Scorer(ABC):
         return {}
 
     def notices(self) -> Sequence[str]:
-        """Sentences for the user, each given once."""
+        """Sentences for the user, each returned once."""
         return ()
 
     def close(self) -> None:
@@ -197,10 +197,10 @@ class Rule(Scorer):
 
     @abstractmethod
     def __call__(self, completion: Completion, prompt: Prompt) -> Score:
-        """The completion's score; missing where it cannot be graded."""
+        """The completion's score; missing if it cannot be graded."""
 
     def score(self, groups: Sequence[Group]) -> ComponentScores:
-        """Apply the rule to each completion; what it raises is a fault of the data, and not caught."""
+        """Apply the rule to each completion; its errors are faults of the data and are not caught."""
         return ComponentScores(
             scores=[[self(completion, group.prompt) for completion in group.completions] for group in groups]
         )
@@ -212,5 +212,5 @@ class Component:
 
     name: str
     weight: float
-    """0: logged only; it neither enters the total nor makes it missing."""
+    """0: logged only; the component neither enters the total nor makes it missing."""
     scorer: Scorer

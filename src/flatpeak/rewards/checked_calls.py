@@ -1,4 +1,4 @@
-"""Calls of a user's functions, plain or async: their results are checked, and the failures of components counted."""
+"""Calls of a user's functions, plain or async: checks their results, and counts the failures of components."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 PATIENCE: Final = 16
-"""Completions in a row without a success that end a run."""
+"""Failed completions in a row that end a run."""
 _FIXES: Final = {
     "timeout": "make it faster, or give it a longer `timeout`",
     "budget": "make it faster, or raise run.grading_budget",
@@ -43,14 +43,14 @@ class Failed:
 
 
 class BadResultError(OneLineError):
-    """A function's result that is no score; the text says what was expected."""
+    """A function's result that is not a score; the text says what was expected."""
 
 
 def call_each(function: Callable[..., Any], calls: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """The result of each call, or `Failed` where it raised; a UserError passes through.
+    """The result of each call, or `Failed` if it raised; a UserError passes through.
 
     Awaitable results are awaited together, on an event loop that lives as long as the process: clients that a user
-    keeps between calls stay usable, and a loop that already runs (a notebook's) is not in the way.
+    keeps between calls stay usable, and a loop that is already running, as in a notebook, does not interfere.
     """
     results = [_attempt(function, arguments) for arguments in calls]
     waiting = [position for position, result in enumerate(results) if inspect.isawaitable(result)]
@@ -104,7 +104,7 @@ def _background_loop() -> asyncio.AbstractEventLoop:
 
 
 def as_list(result: object, *, expected: int, name: str) -> list[Any]:
-    """The scores of one call as a list of the expected length: a list, tuple, array or tensor.
+    """The scores of one call, a list, tuple, array or tensor, as a list of the expected length.
 
     Anything else is a BadResultError.
     """
@@ -113,11 +113,11 @@ def as_list(result: object, *, expected: int, name: str) -> list[Any]:
         raise BadResultError(f"reward function {name!r} returned {describe_value(result)}: {need}")
     try:
         scores = list(result)
-    except TypeError:  # a tensor or array of no dimension says so only when iterated
+    except TypeError:  # a tensor or array without dimensions fails only when iterated
         raise BadResultError(f"reward function {name!r} returned {describe_value(result)}: {need}") from None
     except UserError:
         raise
-    except Exception as error:  # a generator is the function's own code
+    except Exception as error:  # a generator runs the function's code
         raise BadResultError(f"reward function {name!r}: its scores cannot be read: {one_line(error)}") from error
     if len(scores) != expected:
         raise BadResultError(
@@ -136,7 +136,7 @@ def as_score(value: object, *, name: str, index: int) -> Score:
     try:
         number = value.item() if hasattr(value, "item") else value
         score = float(number) if isinstance(number, bool | int | float | Fraction | Decimal) else math.nan
-    except Exception:  # more than one element, too large for a float, or an `item` of another kind
+    except Exception:  # more than one element, too large for a float, or an `item` with another meaning
         score = math.nan
     if math.isfinite(score):
         return score
@@ -148,20 +148,20 @@ def as_score(value: object, *, name: str, index: int) -> Score:
 
 @dataclass(frozen=True, slots=True)
 class CheckedFunction:
-    """A function of the user's whose results are checked, as it is sent to worker processes."""
+    """A user's function whose results are checked, in the form sent to worker processes."""
 
     function: Callable[..., Any]
     name: str
     """The function's name in messages."""
     returns_list: bool
-    """Whether a call returns a list of scores; else it returns the score of one completion."""
+    """Whether a call returns a list of scores; otherwise it returns the score of one completion."""
 
     def __call__(self, arguments: Mapping[str, Any], size: int, index: int) -> ComponentScores:
-        """Call it for `size` completions; `index` is the number of the first in messages."""
+        """Call it for `size` completions; `index` is the number of the first completion, for messages."""
         return self.check(call_each(self.function, [arguments])[0], size=size, index=index)
 
     def check(self, result: object, *, size: int, index: int) -> ComponentScores:
-        """The result of a call, or `Failed`, as one row of scores; anything that is no score is missing."""
+        """The result of a call, or `Failed`, as one row of scores; anything that is not a score is missing."""
         if isinstance(result, Failed):
             return ComponentScores(scores=[[None] * size], failed=size, first_error=result.error)
         try:
@@ -181,10 +181,10 @@ class CheckedFunction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failures:
-    """The failures of one component since the reward set was made."""
+    """The failures of one component since the reward set was created."""
 
     count: int
-    """Completions that have no score because something raised, or ended without an answer."""
+    """Completions without a score because a call raised an error or ended without an answer."""
     first_error: str
     """The first error, on one line."""
 
@@ -202,12 +202,12 @@ class FailureLog:
         self._short_calls: dict[str, int] = {}
 
     def record(self, component: Component, scored: ComponentScores, groups: Sequence[Group]) -> None:
-        """Count the failures of one call, with a notice of the first and of every power of ten.
+        """Count the failures of one call, with a notice at the first and at every power of ten.
 
-        A UserError where a component with a weight is broken: it has failed on PATIENCE completions in a row, or has
-        raised on all of its very first call, if that is about several questions. Completions that were not graded for
-        want of time count neither way: one hard question that spends the step's budget stops no run, and neither do
-        failures that the component itself tolerates.
+        UserError if a component with a weight is broken: it has failed on PATIENCE completions in a row, or has failed
+        on its whole first call, if that covers several questions. Completions that were not graded for lack of time do
+        not count as failures or successes, so one hard question that spends the step's budget does not stop a run.
+        Failures that the component itself tolerates do not count either.
         """
         size = sum(len(group.completions) for group in groups)
         if not size:
@@ -254,12 +254,12 @@ class FailureLog:
 
 
 def _grown(counts: dict[str, int], name: str, more: int) -> int | None:
-    """Add to a count; the new count where it has reached a power of ten, else None."""
+    """Add to a count; return the new count if it has reached a power of ten, else None."""
     before = counts.get(name, 0)
     counts[name] = before + more
     return counts[name] if more and reaches_power_of_ten(before, counts[name]) else None
 
 
 def reaches_power_of_ten(before: int, now: int) -> bool:
-    """Whether a count that grew to `now` reached 1, 10, 100, ... on the way."""
+    """Whether a count passed 1, 10, 100, ... when it grew to `now`."""
     return len(str(now)) > len(str(before)) or before == 0 < now

@@ -1,6 +1,6 @@
 """Configuration of rewards: a mapping from a component's name to one of these, each of which builds its scorer.
 
-What a scorer needs is imported as it is built: reading a recipe loads neither torch nor a grader.
+A scorer's dependencies are imported when it is built: reading a recipe loads neither torch nor a grader.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ class MathConfig(StrictConfig):
 
     type: Literal["math"] = "math"
     weight: float = 1.0
-    """Its factor in the total reward; 0: logged only, without a say in training."""
+    """Its factor in the total reward; 0: logged only, without effect on training."""
     extraction: MathExtraction = "auto"
-    """`auto`: the last box or answer block. `boxed`: the last box. `any`: as auto, and where there is neither box nor
-    block `#### x`, or a short text as a whole. `r1_zero`: the last answer block of a completion in the form
+    """`auto`: the last box or answer block. `boxed`: the last box. `any`: like auto; if there is neither box nor block,
+    `#### x`, or a short text as a whole. `r1_zero`: the last answer block of a completion in the form
     `</think> <answer>...</answer>`."""
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2.0
-    """Seconds that one answer may take where the rules cannot decide; beyond, it is wrong."""
+    """Seconds for an answer that the rules cannot decide; an answer that takes longer is wrong."""
     workers: Annotated[int, Field(ge=1)] = 2
-    """Processes for answers that the rules cannot decide, started when the first one comes."""
+    """Processes for answers that the rules cannot decide, started when the first such answer comes."""
     evaluated: bool = False
-    """Whether an answer has to be worked out as far as the gold answer is: one that leaves operations which the gold
-    does not have, or is copied from the question, is wrong."""
+    """Require an answer to be worked out as far as the gold answer: it is wrong if it leaves operations that the gold
+    answer lacks, or is copied from the question."""
 
     def build(self, name: str) -> Scorer:
         """The grader of extracted answers, with worker processes of its own."""
@@ -48,32 +48,33 @@ class SequenceClassifierConfig(StrictConfig):
 
     type: Literal["reward_model"] = "reward_model"
     weight: float = 1.0
-    """Its factor in the total reward; 0: logged only, without a say in training."""
+    """Its factor in the total reward; 0: logged only, without effect on training."""
     path: str
     """A run of `flatpeak reward-model`, a checkpoint's directory, or a Hub name."""
     revision: str | None = None
-    """Of a Hub name: a branch, tag or commit; null: main."""
+    """A branch, tag or commit of a Hub name; null: main."""
     device: str = "auto"
-    """auto: cuda where there is one, else cpu."""
+    """auto: cuda if available, else cpu."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The type of the reward model's weights."""
     template: str = "auto"
-    """auto: the template the model was trained with, where it is recorded, else its tokenizer's chat template. chat;
-    plain: question and completion with an empty line between; or a text file with {prompt} and {completion} in it."""
+    """auto: the template that the model was trained with, if recorded, else its tokenizer's chat template. chat. plain:
+    question and completion, separated by an empty line. Or a text file with {prompt} and {completion} in it."""
     max_tokens: Annotated[int, Field(ge=2)] | None = None
-    """Longest text. Of a longer one the beginning of the question is left out, never a part of the completion; one that
-    does not fit without its question either has no score. null: what the model was trained with, else its context."""
+    """The most tokens of a text. If a text is longer, the beginning of the question is cut off, and the completion
+    stays whole; a completion that does not fit even without its question has no score. null: the limit in training,
+    else the model's context."""
     batch_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Tokens of one forward pass, padding included. null: 4096 on a CPU, else 32768."""
+    """Tokens per forward pass, including padding. null: 4096 on a CPU, else 32768."""
     label: Annotated[int, Field(ge=0)] | None = None
-    """The index, from 0, of the output that is the score, where the model has several; null: it has one."""
+    """The index, from 0, of the output to use as score if the model has several; null: it has only one."""
     normalization: Literal["none", "standardize"] = "none"
-    """none: scores as the model gives them. standardize: (score - mean) / std, of the scores recorded with the model
-    unless `mean` and `std` are given."""
+    """none: scores as the model gives them. standardize: (score - mean) / std, with the statistics recorded with the
+    model unless `mean` and `std` are given."""
     mean: float | None = None
-    """With standardize: the mean of the scores; null: the recorded one."""
+    """With standardize: the mean of the scores; null: the recorded mean."""
     std: Annotated[float, Field(gt=0)] | None = None
-    """With standardize: their standard deviation; null: the recorded one."""
+    """With standardize: the standard deviation of the scores; null: the recorded one."""
     clip: tuple[float, float] | None = None
     """The smallest and the largest score, after normalization; null: no bounds."""
 
@@ -88,7 +89,7 @@ class SequenceClassifierConfig(StrictConfig):
         return self
 
     def build(self, name: str) -> Scorer:
-        """The loaded model; UserError where it does not load or fit."""
+        """The loaded model; UserError if it does not load or does not fit the settings."""
         from flatpeak.rewards.reward_model import load_scorer
 
         return load_scorer(where=f"rewards.{name}", **self.model_dump(exclude={"type", "weight"}))
@@ -99,14 +100,14 @@ class NumberConfig(StrictConfig):
 
     type: Literal["number"] = "number"
     weight: float = 1.0
-    """Its factor in the total reward; 0: logged only, without a say in training."""
+    """Its factor in the total reward; 0: logged only, without effect on training."""
     extraction: NumberExtraction = "whole"
-    """The number that counts. whole: the text after the thinking, as a whole. answer_tag: the last answer block. boxed:
-    the last box. last_number: the last number after the thinking. gsm8k_strict: the last `#### 18`, but no part of a
-    longer number or list. gsm8k_flexible: the last number anywhere, as lm-evaluation-harness reads it."""
+    """The place of the number. whole: the whole text after the thinking. answer_tag: the last answer block. boxed: the
+    last box. last_number: the last number after the thinking. gsm8k_strict: the last `#### 18`, unless it is part of a
+    longer number or list. gsm8k_flexible: the last number anywhere, as in lm-evaluation-harness."""
     evaluated: bool = False
-    """Whether the answer has to be worked out, as for `math`: `144/12` and `15 + 6/2` are no answers. Only for
-    what is read as a whole: `last_number` and the two of GSM8K take digits."""
+    """Require the answer to be worked out, as for `math`: `144/12` and `15 + 6/2` are not answers. Only for extractions
+    that read a text as a whole: `last_number` and the two for GSM8K read digits."""
 
     def build(self, name: str) -> Scorer:
         """The rule that compares numbers."""
@@ -120,7 +121,7 @@ class FormatConfig(StrictConfig):
 
     type: Literal["format"] = "format"
     weight: float = 1.0
-    """Its factor in the total reward; 0: logged only, without a say in training."""
+    """Its factor in the total reward; 0: logged only, without effect on training."""
 
     def build(self, name: str) -> Scorer:
         """The rule that checks the tags."""
@@ -134,11 +135,11 @@ class LengthConfig(StrictConfig):
 
     type: Literal["length"] = "length"
     weight: float = 1.0
-    """Its factor in the total reward; 0: logged only, without a say in training."""
+    """Its factor in the total reward; 0: logged only, without effect on training."""
     target: Annotated[int, Field(ge=0)]
-    """Tokens up to which the score is 1."""
+    """The most tokens with score 1."""
     limit: Annotated[int, Field(ge=1)]
-    """Tokens from which on the score is 0; more than `target`."""
+    """The number of tokens from which the score is 0; more than `target`."""
 
     @model_validator(mode="after")
     def _limit_beyond_target(self) -> LengthConfig:
@@ -158,9 +159,9 @@ class CountdownConfig(StrictConfig):
 
     type: Literal["countdown"] = "countdown"
     weight: float = 1.0
-    """Its factor in the total reward; 0: logged only, without a say in training."""
+    """Its factor in the total reward; 0: logged only, without effect on training."""
     format_score: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """The score of an answer block without a right expression; TinyZero's reward has 0.1."""
+    """The score of an answer block without a correct expression; 0.1 in TinyZero's reward."""
 
     def build(self, name: str) -> Scorer:
         """The rule that evaluates the arithmetic."""
@@ -170,19 +171,18 @@ class CountdownConfig(StrictConfig):
 
 
 class ReasoningGymRewardConfig(StrictConfig):
-    """The score that a reasoning-gym data set itself gives the answer."""
+    """The score that a reasoning-gym data set gives to the answer."""
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
     weight: float = 1.0
-    """Its factor in the total reward; 0: logged only, without a say in training."""
+    """Its factor in the total reward; 0: logged only, without effect on training."""
     extraction: Literal["answer_tag", "whole"] = "answer_tag"
-    """The text that is scored. answer_tag: the last answer block after the thinking. whole: all that follows the
-    thinking."""
+    """The text to score. answer_tag: the last answer block after the thinking. whole: everything after the thinking."""
     timeout: Annotated[float, Field(ge=0.1, allow_inf_nan=False)] = 5.0
-    """Seconds that a worker process may take for one answer, which scores 0 if it takes longer."""
+    """Seconds that a worker process may take for one answer; if it takes longer, the score is 0."""
 
     def build(self, name: str) -> Scorer:
-        """The scorer that asks the data set, in a worker process where there are any."""
+        """The scorer that calls the data set, in a worker process if there are any."""
         from flatpeak.rewards.reasoning_gym import ReasoningGymReward
 
         return ReasoningGymReward(extraction=self.extraction, timeout=self.timeout)
@@ -193,9 +193,9 @@ class ChoiceConfig(StrictConfig):
 
     type: Literal["choice"] = "choice"
     weight: float = 1.0
-    """Its factor in the total reward; 0: logged only, without a say in training."""
+    """Its factor in the total reward; 0: logged only, without effect on training."""
     extraction: ChoiceExtraction = "robust"
-    """robust: the last stated letter. letter: the first letter of the completion. official: MMLU-Pro's own."""
+    """robust: the last stated letter. letter: the first letter of the completion. official: MMLU-Pro's extraction."""
 
     def build(self, name: str) -> Scorer:
         """The rule that compares letters."""
@@ -205,23 +205,23 @@ class ChoiceConfig(StrictConfig):
 
 
 class FunctionConfig(StrictConfig):
-    """A function of yours, module:name or file.py:name; its parameter names say how it is called."""
+    """Your function, module:name or file.py:name; its parameter names determine how it is called."""
 
     type: Literal["function"] = "function"
     weight: float = 1.0
-    """Its factor in the total reward; 0: logged only, without a say in training."""
+    """Its factor in the total reward; 0: logged only, without effect on training."""
     function: str
     """The function: file.py:name or module:name."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Extra keyword arguments, the same at every call."""
+    """Extra keyword arguments, equal in every call."""
     timeout: Annotated[float, Field(ge=0.1, allow_inf_nan=False)] | Literal["auto"] | None = "auto"
-    """Seconds that one call may take in a worker process; what it covers is missing if it takes longer. auto:
-    run.grading_timeout for a function of one completion or one group; async functions and those of all completions are
-    called in the trainer's process, without a limit. null: this function is called there too. A number: a worker calls
-    it, whatever it covers."""
+    """Seconds that one call may take in a worker process; if it takes longer, its completions have no score. auto:
+    run.grading_timeout for a function of one completion or one group; async functions and functions of all completions
+    are called in the trainer's process, without a limit. null: call any function there. A number: a worker calls any
+    function."""
     on_timeout: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    """The score of what a call covers that ran out of its time or memory, or of the step's run.grading_budget. null: it
-    is missing, so that nothing is learned from it."""
+    """The score of completions whose call ran out of time, memory or the step's run.grading_budget. null: the score is
+    missing, so that nothing is learned from them."""
 
     @model_validator(mode="after")
     def _can_time_out(self) -> FunctionConfig:
@@ -230,7 +230,7 @@ class FunctionConfig(StrictConfig):
         return self
 
     def build(self, name: str) -> Scorer:
-        """The loaded function; UserError where it is not there, or not as these settings take it to be."""
+        """The loaded function; UserError if it is missing, or does not match these settings."""
         from flatpeak.rewards.functions import FunctionReward
         from flatpeak.utils.user_code import load_function
 

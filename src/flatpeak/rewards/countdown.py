@@ -1,4 +1,4 @@
-"""The reward for Countdown puzzles: make a target out of given numbers. Arithmetic is parsed, never executed."""
+"""The reward for Countdown puzzles: make a target from given numbers. Arithmetic is parsed, never executed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ALLOWED: Final = re.compile(r"[0-9+\-*/() ]+")
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
-    """The exact value of an expression and the integers in it, in order; None if it is anything but plain arithmetic.
+    """The exact value of an expression and the integers in it, in order; None unless it is plain arithmetic.
 
     Allowed are non-negative integers, `+ - * /`, signs, parentheses and whitespace, line breaks included. Powers, floor
     division, points, calls, division by zero and more than `MAX_CHARACTERS` characters are refused.
@@ -68,15 +68,15 @@ def _combine(sign: ast.operator, left: Fraction, right: Fraction) -> Fraction:
 class CountdownReward(Rule):
     """1 if the last answer block uses each of the row's `nums` exactly once and |value - target| < 1e-5.
 
-    Else `format_score` where there is a complete answer block, whatever it holds, and 0 where there is none. The row's
-    columns are those of `Jiayi-Pan/Countdown-Tasks-3to4`; without a column `target` the gold answer is it.
+    Otherwise `format_score` if there is a complete answer block with any content, else 0. The row's columns are those
+    of `Jiayi-Pan/Countdown-Tasks-3to4`; without a column `target`, the target is the gold answer.
     """
 
     format_score: float = 0.0
-    """TinyZero's reward has 0.1 (Jiayi-Pan/TinyZero)."""
+    """0.1 in TinyZero's reward (Jiayi-Pan/TinyZero)."""
 
     def __call__(self, completion: Completion, prompt: Prompt) -> Score:
-        """1.0, `format_score` or 0.0; a row without usable columns is a UserError naming it."""
+        """1.0, `format_score` or 0.0; UserError with the row's name if its columns are unusable."""
         nums, target = _puzzle(prompt.example)
         content = last_answer(judged_text(completion, prompt))
         if content is None:

@@ -1,4 +1,4 @@
-"""Rewards for the form of a completion, whatever its answer: the tags of the r1_zero form, and the length."""
+"""Rewards for the form of a completion, independent of its answer: the tags of the r1_zero form, and the length."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def format_checks(text: str) -> dict[str, bool]:
-    """Three checks of the form `<think>...</think> <answer>...</answer>`, each made on its own.
+    """Three independent checks of the form `<think>...</think> <answer>...</answer>`.
 
-    - `thinking`: one `<think>`, with nothing but whitespace before it, closed by one `</think>`, which comes before
-      any answer; there is text in it.
-    - `answer`: one `<answer>`, closed by one `</answer>`; there is text in it.
-    - `nothing_else`: the two checks above hold, with nothing but whitespace between them and at the end.
+    - `thinking`: one `<think>`, preceded only by whitespace and closed by one `</think>` before any answer; it contains
+      text.
+    - `answer`: one `<answer>`, closed by one `</answer>`; it contains text.
+    - `nothing_else`: the two checks above hold, with only whitespace between them and at the end.
 
-    Tags with nothing visible in between do not count: they would be the cheapest text to be rewarded.
+    Tags without visible text in between do not count: they would be the cheapest text to earn a reward.
     """
     opening, _, thoughts = text.partition(THINK_OPEN)
     thoughts, closed, rest = thoughts.partition(THINK_CLOSE)
@@ -57,7 +57,7 @@ class LengthReward(Rule):
     """clip((limit - tokens) / (limit - target), 0, 1): 1 up to `target` tokens, 0 from `limit` on."""
 
     target: int
-    """Tokens, the end-of-sequence token included."""
+    """In tokens, including the end-of-sequence token."""
     limit: int
     """More than `target`."""
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flatpeak.types import Completion, Group, Prompt
 
 Scope = Literal["batch", "group", "completion"]
-"""The completions that one call covers: those of every group, of one group, or one."""
+"""The completions that one call covers: those of every group, of one group, or a single completion."""
 Timeout = float | Literal["auto"] | None
 _HINT: Final = " (did you mean {}?)"
 SIGNATURES: Final = (
@@ -38,7 +38,7 @@ _SYNONYMS: Final = {
     "question": frozenset({"problem", "query", "input", "instruction"}),
     "rationale": frozenset({"reasoning", "explanation", "cot", "chain_of_thought"}),
 }
-"""The names that data sets and other libraries' rewards use for the columns that every row has here."""
+"""Names of other data sets and libraries for the columns that every row has here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,9 +54,9 @@ class Signature:
     parameters: frozenset[str]
     """All parameters that can be passed by name."""
     takes_all: bool
-    """Whether it has `**kwargs`, and so is given every column."""
+    """Whether it has `**kwargs`, and so gets every column."""
     arguments: Mapping[str, Any]
-    """Configured arguments, the same at every call."""
+    """Configured arguments, equal in every call."""
 
     def calls(self, groups: Sequence[Group]) -> list[dict[str, Any]]:
         """The keyword arguments of each call, which together cover all completions in order."""
@@ -92,7 +92,7 @@ class Signature:
 
 
 def read_signature(function: Callable[..., Any], *, name: str, arguments: Mapping[str, Any]) -> Signature:
-    """The function's signature; a UserError if it is none of `SIGNATURES` or does not take the arguments."""
+    """The function's signature; UserError if it is not one of `SIGNATURES` or does not accept the arguments."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (ValueError, TypeError):
@@ -121,7 +121,7 @@ def read_signature(function: Callable[..., Any], *, name: str, arguments: Mappin
 
 
 def _scope(names: Iterable[str], name: str) -> Scope:
-    # Some of TRL's own rewards look at token ids only, so either list marks its signature.
+    # Some of TRL's rewards read only token ids, so either list identifies its signature.
     if {"completions", "completion_ids"} & set(names):
         return "batch"
     scopes: list[Scope] = [scope for scope in ("group", "completion") if scope in names]
@@ -132,7 +132,7 @@ def _scope(names: Iterable[str], name: str) -> Scope:
 
 
 def row_columns(prompt: Prompt) -> dict[str, Any]:
-    """The values that a function can take by name: the row's columns, and the example's own fields, which win."""
+    """The values that a function can take by name: the row's columns and the example's fields, which win."""
     example = prompt.example
     return {
         **example.columns,
@@ -143,10 +143,10 @@ def row_columns(prompt: Prompt) -> dict[str, Any]:
 
 
 def _nearest_column(name: str, available: Iterable[str]) -> str:
-    """A hint at the column that other data sets call `name`, else at one of a similar name."""
+    """A hint at the column that other data sets call `name`, else at a column with a similar name."""
     for meant, others in _SYNONYMS.items():
         if name.casefold().removesuffix("s") in others:
-            # A data set may have a column of such a name beside flatpeak's own.
+            # A data set may also have a column with such a name.
             known = [meant, *(column for column in sorted(available) if column in others)]
             return _HINT.format(" or ".join(map(repr, known)))
     return did_you_mean(name, available, form=_HINT)
@@ -167,13 +167,16 @@ def _batch(pairs: Sequence[tuple[Completion, Prompt]]) -> dict[str, Any]:
 
 
 def _batch_columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
-    """One list per column, one entry per completion; None where a row lacks a column that others have."""
+    """One list per column, one entry per completion; None if a row lacks a column that others have."""
     rows = [row_columns(prompt) for prompt in prompts]
-    return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+    names: dict[str, None] = {}  # a set that keeps their order
+    for row in rows:
+        names.update(dict.fromkeys(row))
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def function_name(function: object) -> str:
-    """The name of a function, of the function that a partial wraps, or of a callable object's class."""
+    """The name of a function, of the function in a partial, or of a callable object's class."""
     wrapped = getattr(function, "func", function)
     return str(getattr(wrapped, "__name__", type(wrapped).__name__))
 
@@ -181,10 +184,11 @@ def function_name(function: object) -> str:
 class FunctionReward(Scorer):
     """A user's function as a scorer, with one of the `SIGNATURES`.
 
-    `timeout` alone decides where it is called: None is this process, seconds are a worker process, and `auto` is a
-    worker wherever that changes no score. Functions of one completion or one group change none. Those of all
-    completions (TRL's signature) may compare any with any, and async ones wait for many at once: they stay here,
-    unless an attribute `by_group = True` says that one call may be one group. `by_group = False` keeps a function here.
+    `timeout` alone decides where it is called: None means this process, seconds mean a worker process, and `auto` a
+    worker if that cannot change scores. It cannot for functions of one completion or one group. Functions of all
+    completions (TRL's signature) may compare any completions, and async functions wait for many at once: they stay in
+    this process, unless an attribute `by_group = True` allows one call per group. `by_group = False` keeps a function
+    in this process.
     """
 
     may_hang: ClassVar[bool] = True
@@ -199,7 +203,7 @@ class FunctionReward(Scorer):
         timeout: Timeout = None,
         on_timeout: float | None = None,
     ) -> None:
-        """`name` is for messages. UserError for a `timeout` or `on_timeout` that the function cannot have."""
+        """`name` is for messages. UserError for a `timeout` or `on_timeout` that does not work with the function."""
         self.name = name or function_name(function)
         self._signature = read_signature(function, name=self.name, arguments=arguments or {})
         self.function = CheckedFunction(function, name=self.name, returns_list=self._signature.scope != "completion")
@@ -212,7 +216,7 @@ class FunctionReward(Scorer):
 
     @property
     def isolation(self) -> Isolation | None:
-        """The limits of a worker's calls; None where this process calls the function."""
+        """The limits of a worker's calls; None if this process calls the function."""
         return self._isolation
 
     def worker_calls(self, groups: Sequence[Group]) -> WorkerCalls:
@@ -221,9 +225,10 @@ class FunctionReward(Scorer):
         return WorkerCalls(function=self.function, arguments=calls, sizes=[size for _, size, _ in calls])
 
     def score(self, groups: Sequence[Group]) -> ComponentScores:
-        """Call the function for all completions, in this process; those of a call that raises have no score.
+        """Call the function for all completions, in this process.
 
-        Neither have those of a call that returns too few or too many scores, nor one whose score is no finite number.
+        Completions have no score if their call raises or returns a wrong number of scores, or if their score is not a
+        finite number.
         """
         calls = self._calls(groups)
         results = call_each(self.function.function, [arguments for arguments, _, _ in calls])
@@ -236,7 +241,7 @@ class FunctionReward(Scorer):
         )
 
     def _worker_limits(self, timeout: Timeout, on_timeout: float | None) -> Isolation | None:
-        # A worker calls it if `timeout` is in seconds, or `auto` and no score depends on another group.
+        # A worker calls it if `timeout` is in seconds, or if it is `auto` and no score depends on another group.
         in_worker = timeout is not None and (timeout != "auto" or self._by_group)
         if not in_worker:
             return None
@@ -257,15 +262,15 @@ class FunctionReward(Scorer):
 
     @property
     def _by_group(self) -> bool:
-        """Whether scores depend on one group alone: as the function's attribute says, else by its signature."""
+        """Whether scores depend on one group only, according to the function's attribute, else its signature."""
         if isinstance(self._by_group_attribute, bool):
             return self._by_group_attribute
         return self._signature.scope != "batch" and not _is_async(self.function.function)
 
     def _calls(self, groups: Sequence[Group]) -> list[tuple[dict[str, Any], int, int]]:
-        """(arguments, completions, index of the first) of the calls that cover all completions in order.
+        """(arguments, completions, index of the first) for calls that cover all completions in order.
 
-        Calls about no completion are left out; a column that a row lacks is a UserError.
+        Calls without completions are left out; a column that a row lacks is a UserError.
         """
         lengths = [len(group.completions) for group in groups]
         match self._signature.scope:
@@ -283,12 +288,12 @@ class FunctionReward(Scorer):
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
-    method = getattr(type(function), "__call__", None)  # noqa: B004 - an object's call, not whether it has one
+    method = getattr(type(function), "__call__", None)  # noqa: B004 - reads the call itself instead of testing for it
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
 
 
 def _import_obstacle(function: Callable[..., Any]) -> str | None:
-    """The reason why another process cannot import the function; None where it can."""
+    """The reason why another process cannot import the function; None if it can."""
     module, path = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if module == "__main__":
         return "it is defined in the script that is run: move it to a module, or name it file.py:name in the recipe"

@@ -38,10 +38,10 @@ def question_only_answer(response: str) -> str | None:
 def r1_zero_reward(
     response: str, gold: str, *, grader: MathGrader | None = None, evaluated: bool = False, question: str = ""
 ) -> dict[str, Score]:
-    """format_reward, answer_reward and reward, each 0 or 1; the last two are None where the gold answer is to blame.
+    """format_reward, answer_reward and reward, each 0 or 1; the last two are None if the gold answer is to blame.
 
-    `grader` keeps its workers and its cache over many calls; without one, each call that needs a worker starts one.
-    `evaluated` refuses answers with operations left to do (see `flatpeak.rewards.math.unevaluated`) and copies from the
+    `grader` keeps its workers and its cache over many calls; without it, each call that needs a worker starts one.
+    `evaluated` rejects answers with operations left to do (see `flatpeak.rewards.math.unevaluated`) and copies from the
     `question`.
     """
     return _rewards(r1_zero_answer(response), gold, grader, question if evaluated else None)
@@ -70,9 +70,9 @@ def _rewards(answer: str | None, gold: str, grader: MathGrader | None, question:
 class MathReward(Scorer):
     """1 if the answer in a completion is equal to the row's gold answer, else 0.
 
-    An answer that runs out of time or memory is not shown to be right, and so scores 0. The score is missing where the
-    answer is not to blame: the gold answer is too much for the grader too, or a worker died. The grader owns worker
-    processes. Failures are those of single texts, so they are tolerated.
+    An answer that runs out of time or memory is not shown to be right, and so scores 0. The score is missing if the
+    answer is not to blame: the gold answer also exceeds the grader's limits, or a worker died. The grader owns worker
+    processes. Failures concern single texts, so they are tolerated.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class MathReward(Scorer):
         workers: int = 2,
         evaluated: bool = False,
     ) -> None:
-        """`timeout` is in seconds, for one answer that the rules leave to the `workers`; `evaluated` as in a recipe."""
+        """`timeout` is in seconds, for an answer that the rules leave to the `workers`; `evaluated` as in a recipe."""
         self._extraction = extraction
         self._evaluated = evaluated
         self._grader = MathGrader(timeout=timeout, workers=workers)
@@ -124,7 +124,7 @@ class MathReward(Scorer):
             return None
         example = prompt.example
         if self._evaluated and not is_evaluated(answer, gold_answer(example.gold), example.question):
-            return "".join(answer.split())[:256]  # a vote apart from that of its value, which may be right
+            return "".join(answer.split())[:256]  # separate from the vote of its value, which may be right
         return normalized(answer)
 
     def close(self) -> None:

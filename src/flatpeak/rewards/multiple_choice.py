@@ -79,7 +79,7 @@ _ANOTHER: Final = re.compile(
 _BEFORE_WORDS: Final = re.compile(r"[\s)\].:,]*(?:[-–—]\s+)?")
 _WORDS_END: Final = re.compile(r"[\"'”’)]*(?:[.!\s]*$|[.!]\s)")
 _LAST_MENTIONS: Final = 20
-"""Mentions in which an option is searched for in words, counted from the end: a bound on the cost."""
+"""Mentions, counted from the end, in which the words of an option are searched: limits the cost."""
 
 _JOINED: Final = re.compile(r"\b(?:or|and|any|one|all|either|both|of)\b|[^\w]")
 _SUBJECT: Final = re.compile(r"\s(?:is|was|has|does|would|can)")
@@ -90,12 +90,12 @@ _LETTER: Final = re.compile(r"[a-z]")
 _LONE: Final = re.compile(r"(?<!\w)[A-Z](?!\w)")
 
 UNKNOWN_OPTIONS: Final = 10
-"""Options of a question whose row has no column `options`: A to J."""
+"""Options assumed for a question whose row has no column `options`: A to J."""
 GUESS_SEED: Final = 12345
 
 # MMLU-Pro's published extraction has the patterns
 #   answer is \(?([A-J])\)?      .*[aA]nswer:\s*([A-J])      \b[A-J]\b(?!.*\b[A-J]\b)
-# of which the last two take time quadratic in the text; these find the same letters in linear time.
+# The last two take time quadratic in the text; the patterns here find the same letters in linear time.
 _OFFICIAL_ANSWER_IS: Final = re.compile(r"answer is \(?([A-J])")
 _OFFICIAL_COLON: Final = re.compile(r"(?=[aA]nswer:\s*([A-J]))")
 _OFFICIAL_LONE: Final = re.compile(r"\b[A-J]\b")
@@ -108,13 +108,13 @@ class _Statement:
     at: int
     """Position in the text."""
     letter: str | None
-    """None where several options are named."""
+    """None if several options are named."""
 
 
 def answer_letter(text: str, *, options: Sequence[str] | None, unknown: int = 10) -> str | None:
-    """The letter that the text states last, as a capital; None where it states none, or several at once.
+    """The letter that the text states last, as a capital; None if it states none, or several at once.
 
-    `options` are the question's, in the order of their letters; None is a question of `unknown` options.
+    `options` are the question's, in the order of their letters; None means a question with `unknown` options.
     """
     reader = _Reader(options, ascii_uppercase[: unknown if options is None else len(options)])
     block = last_answer(text)
@@ -129,7 +129,7 @@ def _plain(text: str) -> str:
 
 
 class _Reader:
-    """Reader of answers to one question."""
+    """Reads answers to one question."""
 
     def __init__(self, options: Sequence[str] | None, letters: str) -> None:
         self._texts = None if options is None else [_normal(option) for option in options]
@@ -168,7 +168,7 @@ class _Reader:
                 yield _Statement(ending.start(), letter)
 
     def _said(self, text: str, said: str, *, at: int) -> Iterator[_Statement]:
-        """Statements after `the answer is`: an option, its letter, or one in parentheses further on in the sentence."""
+        """Statements after `the answer is`: an option, its letter, or a letter in parentheses later in the sentence."""
         named = self._begins_with(text, at)
         if named is not None and _LETTER.fullmatch(self._option(named)) is None:
             yield _Statement(at, named)
@@ -182,18 +182,18 @@ class _Reader:
         sentence = _SENTENCE_END.split(said)[0]
         for match in _BRACKETED.finditer(sentence):
             letter = self._known(match["letter"])
-            # Of `not (A) but (C)` what follows `but` is not denied.
+            # In `not (A) but (C)`, the part after `but` is not denied.
             if letter is not None and not _DENIED.search(_BUT.split(sentence[: match.start()])[-1]):
                 yield self._unless_another(letter, text, said[match.end() :], at=at + match.end())
                 return
 
     def _stands_alone(self, direct: re.Match[str], said: str) -> bool:
-        """Whether it is a letter: A is an article, I a pronoun, unless the sentence ends or continues as after one."""
+        """Whether it is a letter: A is an article, I a pronoun, unless the sentence ends or goes on after it."""
         small = direct["letter"].islower() and not direct["named"].strip()
         return (_ENDS if small else _GOES_ON).match(said, direct.end()) is not None
 
     def _unless_another(self, letter: str, text: str, rest: str, *, at: int) -> _Statement:
-        """A statement of the letter; of none if the text continues with `or (D)`, `/D`, `(D)` or another option."""
+        """A statement of the letter, or of none if the text continues with `or (D)`, `/D`, `(D)` or another option."""
         words = _BEFORE_WORDS.match(text, at)
         if self._begins_with(text, words.end() if words else at) not in (None, letter):
             return _Statement(at, None)
@@ -206,7 +206,7 @@ class _Reader:
         return _Statement(at, None if named and (other["letter"] is None or _GOES_ON.match(after)) else letter)
 
     def _lines(self, text: str) -> Iterator[_Statement]:
-        """Lines that are a letter, and the one option that the text writes out in a line or marks with `####`."""
+        """Lines that are a letter, and the only option that the text writes out in a line or marks with `####`."""
         at = 0
         written: list[_Statement] = []
         marked: list[_Statement] = []
@@ -214,7 +214,7 @@ class _Reader:
         for line in text.split("\n"):
             if len(line) <= 2000 and line.strip():
                 letter, mark = self._alone(line), _MARKED.match(line)
-                # Of letters in one line after another none is the answer.
+                # If letters are in consecutive lines, none of them is the answer.
                 before = {*before, letter} if letter is not None else set()
                 if letter is not None:
                     yield _Statement(at, letter if len(before) == 1 else None)
@@ -223,16 +223,16 @@ class _Reader:
                 elif (letter := self._written_out(line, any_text=False)) is not None:
                     written.append(_Statement(at, letter))
             at += len(line) + 1
-        # Several are the question's options told again, or headings.
+        # Several are a repetition of the question's options, or headings.
         for statements in (written, marked):
             if len({statement.letter for statement in statements}) == 1:
                 yield statements[-1]
 
     def _in_words(self, text: str) -> str | None:
-        """The option that the text states last in the option's own words, and without its letter."""
+        """The option that the text states last in the option's words, without its letter."""
         mentions = [(len(text), self._named_by(whole)) for whole in (text, text.rstrip().rpartition("\n")[2])]
         mentions += [(box.start(), self._named_by(box[1])) for box in deque(_BOX.finditer(text), maxlen=_LAST_MENTIONS)]
-        mentions.append((text.rfind("\\boxed"), self._named_by(last_boxed(text) or "")))  # also with braces in it
+        mentions.append((text.rfind("\\boxed"), self._named_by(last_boxed(text) or "")))  # also if braces are inside
         for called in deque(_CALLED.finditer(text), maxlen=_LAST_MENTIONS):
             if not _SUPPOSED.search(text[max(0, called.start() - 40) : called.start()]):
                 mentions.append((called.end(), self._begins_with(text, called.end())))
@@ -251,24 +251,24 @@ class _Reader:
         return self._texts[self._letters.index(letter)] if self._texts is not None else ""
 
     def _named_by(self, text: str) -> str | None:
-        """The letter of the one option whose words are the whole text."""
+        """The letter of the option whose words are the whole text."""
         words = _normal(text) if len(text) <= 2000 else ""
         if not words or not self._texts or self._texts.count(words) != 1:
             return None
         return self._letters[self._texts.index(words)]
 
     def _one_option(self, text: str, *, any_text: bool) -> str | None:
-        if any_text:  # of lines, `Option A` is a heading
+        if any_text:  # in lines, `Option A` is a heading
             text = _NAMED.sub("", text, count=1) if _NAMED.match(text) else text
         return self._alone(text) or self._written_out(text, any_text=any_text)
 
     def _alone(self, text: str) -> str | None:
-        """The letter that the whole text is: `C`, `(c)`, `C.`"""
+        """The letter, if the whole text is a letter: `C`, `(c)`, `C.`"""
         match = _WHOLE.fullmatch(text.strip()) if len(text) <= 2000 else None
         return None if match is None else self._known(match["letter"])
 
     def _written_out(self, text: str, *, any_text: bool) -> str | None:
-        """The letter before an option, `C. Paris`; with `any_text`, before any words that name no other letter."""
+        """The letter before an option, `C. Paris`; with `any_text`, before any words without another letter."""
         match = _LABELED.fullmatch(text.strip()) if len(text) <= 2000 else None
         letter = None if match is None else self._known(match["letter"])
         if match is None or letter is None:
@@ -296,9 +296,9 @@ def _normal(option: str) -> str:
 def official_letter(text: str) -> str | None:
     """MMLU-Pro's published extraction (TIGER-AI-Lab/MMLU-Pro, `evaluate_from_local.py`), with its quirks.
 
-    The first `answer is (X)`; else, in the first line with an `answer: X`, the last one; else the last lone capital
+    The first `answer is (X)`; else, in the first line with an `answer: X`, the last one; else the last single capital
     from A to J. So `answer is Definitely (C)` is D, a hypothesis before the conclusion wins, the pronoun I is an
-    answer, and small letters never are.
+    answer, and lower-case letters never are.
     """
     sentence = _OFFICIAL_ANSWER_IS.search(text)
     if sentence is not None:
@@ -322,7 +322,7 @@ def _official_colon(text: str) -> str | None:
 
 
 def first_letter(text: str) -> str | None:
-    """The capital that the text begins with, spaces and a parenthesis aside; else None."""
+    """The capital at the beginning of the text, ignoring spaces and a parenthesis; else None."""
     match = _FIRST_LETTER.match(text)
     return None if match is None else match[1]
 
@@ -331,22 +331,23 @@ def first_letter(text: str) -> str | None:
 class ChoiceReward(Rule):
     """1 if the extracted letter is the row's gold letter, else 0.
 
-    - `robust`: what the completion states last, after its thinking (see `flatpeak.rewards.multiple_choice`).
-    - `letter`: the letter that it begins with, if the question has it, as after the `Answer:` of MMLU's prompts.
-    - `official`: MMLU-Pro's own extraction, over the whole text. Where that finds no letter, the published script
-      draws one of the options at random, from a generator seeded with 12345 for each question anew; so does this,
-      and a draw may score 1. It is no answer all the same.
+    - `robust`: the letter that the completion states last, after its thinking (`flatpeak.rewards.multiple_choice`).
+    - `letter`: the letter at the beginning, if the question has it, as after the `Answer:` of MMLU's prompts.
+    - `official`: MMLU-Pro's extraction, on the whole text. If that finds no letter, the published script draws an
+    option
+      at random, from a generator seeded with 12345 for each question; so does this, and the draw may score 1. It does
+      not count as an extracted answer.
     """
 
     extraction: ChoiceExtraction = "robust"
 
     def __call__(self, completion: Completion, prompt: Prompt) -> Score:
-        """1.0 or 0.0; a gold answer that is none of the question's letters is a UserError naming the row."""
+        """1.0 or 0.0; UserError with the row's name if the gold answer is not one of the question's letters."""
         letters = _letters(_options(prompt))
         gold = prompt.example.gold
         if len(gold) != 1 or gold not in letters:
             raise UserError(
-                f"the gold answer {gold[:80]!r} of row {prompt.id!r} is no letter from A to {letters[-1]}: use a "
+                f"the gold answer {gold[:80]!r} of row {prompt.id!r} is not a letter from A to {letters[-1]}: use a "
                 "multiple-choice task (task.type=choices, mmlu or mmlu_pro), or another reward type"
             )
         letter = self.answer(completion, prompt)
@@ -355,7 +356,7 @@ class ChoiceReward(Rule):
         return float(letter == gold)
 
     def answer(self, completion: Completion, prompt: Prompt) -> str | None:
-        """The extracted letter, or None where there is none, for majority votes and the rate of failed extraction."""
+        """The extracted letter, or None, for majority votes and the rate of failed extractions."""
         options = _options(prompt)
         match self.extraction:
             case "robust":
@@ -368,7 +369,7 @@ class ChoiceReward(Rule):
 
 
 def _options(prompt: Prompt) -> list[str] | None:
-    """The options in the order of their letters, where the row has them in its column `options`."""
+    """The options in the order of their letters, if the row has them in its column `options`."""
     options = prompt.example.columns.get("options")
     return [str(option) for option in options] if isinstance(options, list | tuple) and options else None
 

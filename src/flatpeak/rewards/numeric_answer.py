@@ -1,4 +1,4 @@
-"""The reward for numeric answers, and the exact reading of numbers: no float rounds one, no length makes it slow."""
+"""The reward for numeric answers, and exact reading of numbers, without rounding and without slow long inputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flatpeak.types import Completion, Prompt, Score
 
 MAX_CHARACTERS: Final = 1000
-"""Longer texts are no number: reading digits costs quadratic time, and a policy can emit any number of them."""
+"""Longer texts are not read as numbers: reading takes quadratic time, and a policy can emit any number of digits."""
 
 _MINUS_SIGN: Final = {ord("\u2212"): "-"}
 _CURRENCY: Final = "$€£¥₹"
@@ -36,15 +36,15 @@ _NUMBER: Final = re.compile(
     rf"\s*[{_CURRENCY}%]?"
 )
 
-# Published patterns of the lm-evaluation-harness task gsm8k, the strict one with the dollar sign it forgets.
+# Published patterns of the lm-evaluation-harness task gsm8k; the strict one also allows a dollar sign here.
 _GSM8K_STRICT: Final = re.compile(r"#### (?P<number>-?\$?-?[0-9.,]*[0-9])(?P<rest>.{0,32})")
 _NUMBER_GOES_ON: Final = re.compile(
     r"[eE][+-]?[0-9]|[\^!]|[,;]?\s*(?:(?:[-+*/=×÷^:]|\\[a-z]+|or\b|and\b|to\b)\s*[$({\\-]*)?\$?[0-9]"
 )
-"""A continuation that makes another number, or several, of the digits before it."""
+"""A continuation that turns the preceding digits into another number, or into several numbers."""
 _GSM8K_FLEXIBLE: Final = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
 
-# A whole run of digits, points, commas and slashes, so that a malformed one is refused and never read in part.
+# A whole run of digits, points, commas and slashes, so that a malformed run is refused instead of read in part.
 _RUN: Final = re.compile(
     rf"(?<![A-Za-z0-9_])(?<![0-9][.,/])(?:(?<![)\]])-)?(?:[{_CURRENCY}]-?)?\.?[0-9][0-9.,/]*+(?![eE][+-]?[0-9])"
 )
@@ -75,7 +75,7 @@ _LATEX: Final[tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
 
 _WORD: Final = re.compile(r"\s*-?\s*([^\W\d_]+)")
 _CHANGING: Final = frozenset({"k", "mil", "squared", "cubed", "factorial"})
-"""Words after a number that make an unknown other number of it."""
+"""Words after a number that change its value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,10 +84,10 @@ class NumberReward(Rule):
 
     extraction: NumberExtraction = "whole"
     evaluated: bool = False
-    """Whether an answer has to be worked out (see `flatpeak.rewards.math.unevaluated`)."""
+    """Require the answer to be worked out (see `flatpeak.rewards.math.unevaluated`)."""
 
     def __call__(self, completion: Completion, prompt: Prompt) -> Score:
-        """1.0 or 0.0; a gold answer that is no number is a UserError naming the row."""
+        """1.0 or 0.0; UserError with the row's name if the gold answer is not a number."""
         gold = parse_number(prompt.example.gold)
         if gold is None:
             raise UserError(
@@ -111,20 +111,21 @@ class NumberReward(Rule):
 
 
 def extract_answer(text: str, extraction: NumberExtraction) -> Fraction | None:
-    """The number a transcript gives as its answer, or None.
+    """The number that a transcript gives as its answer, or None.
 
     - `whole`: the text after the thinking is the number.
     - `answer_tag`: the last `<answer>` block after the thinking holds it, or a box in it (see `read_number_answer`).
     - `boxed`: the last balanced `\\boxed{}` after the thinking holds it (see `read_number_answer`).
-    - `last_number`: the last run of digits after the thinking, with the magnitude behind it (`18 million`); None if
-      that run is malformed, as in `1,00`, or a word makes it another number, as in `18 squared`.
-    - `gsm8k_strict`: the last `#### N` anywhere; a magnitude behind it counts, and what goes on as another number or
-      names a second one is none: `18/2`, `18e3`, `1,8`, `18 or 19`.
+    - `last_number`: the last run of digits after the thinking, including a following magnitude (`18 million`); None if
+      the run is malformed, as in `1,00`, or a word changes its value, as in `18 squared`.
+    - `gsm8k_strict`: the last `#### N` anywhere; a following magnitude counts. None if it continues as another number
+      or names a second number: `18/2`, `18e3`, `1,8`, `18 or 19`.
     - `gsm8k_flexible`: the last thing that looks like a number anywhere; commas, dollar signs and a final point are
       ignored.
 
-    The two of GSM8K follow lm-evaluation-harness, except that both compare values, not strings, and that the strict
-    one takes the last match instead of the first, and no part of a longer number, which a policy could be paid for.
+    The two for GSM8K follow lm-evaluation-harness, except that both compare values instead of strings. Also, the strict
+    one takes the last match instead of the first, and refuses parts of longer numbers, which could otherwise earn
+    rewards.
     """
     text = text.translate(_MINUS_SIGN)
     match extraction:
@@ -144,7 +145,7 @@ def extract_answer(text: str, extraction: NumberExtraction) -> Fraction | None:
 
 
 def whole_text(text: str, extraction: NumberExtraction) -> str | None:
-    """The text that has to be a number as a whole; None for an extraction that matches a pattern instead."""
+    """The text that must be a number as a whole; None for an extraction that matches a pattern instead."""
     try:
         match extraction:
             case "whole":
@@ -162,7 +163,7 @@ def whole_text(text: str, extraction: NumberExtraction) -> str | None:
 def read_number_answer(content: str) -> Fraction | None:
     """The number in an answer block, read as a mathematical answer (`flatpeak.rewards.math.read_number`), or None.
 
-    It may carry units and a percent sign, which are dropped, and a magnitude, which counts: `5 million` is not 5.
+    It may have units and a percent sign, which are dropped, and a magnitude, which counts: `5 million` is not 5.
     """
     return None if len(content) > MAX_CHARACTERS else read_number(content)
 
@@ -179,7 +180,7 @@ def _last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def _marked_number(text: str, rest: str) -> Fraction | None:
-    """The number after `####`, unless the rest of its line goes on with it."""
+    """The number after `####`, unless the rest of its line continues it."""
     number = parse_number(text)
     return None if number is None or _NUMBER_GOES_ON.match(rest) else in_prose(number, rest)
 
@@ -198,7 +199,7 @@ def leaves_work(text: str, extraction: NumberExtraction, *, gold: str, question:
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The number that the whole text is, exactly, or None.
+    """The exact number if the whole text is a number, else None.
 
     Read: `-42`, `+5`, `−5` (U+2212), `12.5`, `.5`, `18.`, `3/4`, `1,000`, `$18`, `-$5`, `18 €`, `50%`. A percent sign
     is a unit and is dropped: `50%` is 50. Refused: commas that do not group by three (`1,00`, `0,125`), exponents,
@@ -219,20 +220,20 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def numbers_equal(first: str, second: str) -> bool:
-    """Whether two texts are the same number; a text that is no number equals nothing."""
+    """Whether two texts are the same number; a text that is not a number equals nothing."""
     value = parse_number(first)
     return value is not None and value == parse_number(second)
 
 
 def in_prose(number: Fraction, following: str) -> Fraction | None:
-    """A number found in prose, with the magnitude that follows it (`18 million`); None where a word changes it."""
+    """A number found in prose, with the magnitude that follows it (`18 million`); None if a word changes its value."""
     match = _WORD.match(following)
     word = match[1].lower() if match is not None else ""
     if word in _CHANGING:
         return None
     if (magnitude := MAGNITUDES.get(word.removesuffix("s"))) is not None:
         return number * magnitude
-    # Of quarters there are coins too.
+    # Quarters can be coins too.
     if word.endswith("s") and not word.startswith("quarter") and word.removesuffix("s") in DENOMINATORS:
         return number / DENOMINATORS[word.removesuffix("s")]
     return number

@@ -1,8 +1,8 @@
-"""The reward of reasoning-gym (arXiv 2505.24760): completions are scored by the data set that made the question.
+"""The reward of reasoning-gym (arXiv 2505.24760): the data set that made a question scores its completions.
 
-Some of its scorers run the answer as Python, with `eval` or sympy's `parse_expr`. To those an answer is handed over
-only where that can do nothing but build a value. Two others (of version 0.1.25) give full marks to what is no answer at
-all: to those only answers of the right kind are handed over. Anything else scores 0, unread.
+Some of its scorers run the answer as Python, with `eval` or sympy's `parse_expr`. They get an answer only if it can do
+nothing except build a value. Two others (in version 0.1.25) give full marks to texts that are not answers; they get
+only answers of the right kind. Anything else scores 0 without being passed on.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from flatpeak.types import Completion, Example, Group, Prompt, Score
 
 MAX_CHARACTERS: Final = 20_000
-"""Longer answers score 0 without being graded; the longest right ones are grids of numbers, far below it."""
+"""Longer answers score 0 without being graded; the longest right answers are grids of numbers, far below it."""
 MAX_PROGRAM: Final = 2_000
-"""Characters of an answer that a scorer runs as Python."""
+"""The most characters of an answer that a scorer runs as Python."""
 
-# As of version 0.1.25; a test looks for others.
+# As of version 0.1.25; a test checks for others.
 EVALUATED: Final = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 PARSED: Final = frozenset({"intermediate_integration", "polynomial_multiplication", "simple_integration"})
 ARITHMETIC: Final = frozenset({"countdown", "puzzle24"})
-# To the first, whatever is not "True" is a right "False"; to the second, nan is as near as can be.
+# For the first, everything but "True" is a correct "False"; for the second, nan is as near as possible.
 KINDS: Final[Mapping[str, re.Pattern[str]]] = {
     "game_of_life_halting": re.compile(r"true|false", re.IGNORECASE),
     "complex_arithmetic": re.compile(r"[0-9.eEij+\-*() \t]+"),
@@ -64,24 +64,24 @@ _FUNCTIONS: Final = frozenset(
     )
 )
 MAX_DEPTH: Final = 3
-"""Powers and functions within each other in a formula."""
+"""The deepest nesting of powers and functions in a formula."""
 MAX_EXPONENT: Final = 100
 MAX_SUM_EXPONENT: Final = 12
-"""Largest exponent of anything but a name or a number, because sympy multiplies it out."""
+"""Largest exponent, except for names and numbers as the base, because sympy multiplies powers out."""
 _LARGEST_NUMBER: Final = 10**12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReasoningGymReward(Rule):
-    """The data set's own score of the answer, in [0, 1]; 0 where there is no answer.
+    """The data set's score of the answer, in [0, 1]; 0 without an answer.
 
-    The row's column `reasoning_gym` says which data set, with which arguments, and what its row was.
+    The row's column `reasoning_gym` has the name of the data set, its arguments, and its row.
     """
 
     extraction: Literal["answer_tag", "whole"] = "answer_tag"
-    """The last answer block after the thinking, or all that follows the thinking."""
+    """The last answer block after the thinking, or everything after the thinking."""
     timeout: float = 5.0
-    """Seconds that a worker process may take for one answer, which scores 0 if it takes longer."""
+    """Seconds that a worker process may take for one answer; if it takes longer, the score is 0."""
     parallel: ClassVar[bool] = False
 
     def __reduce__(self) -> tuple[Callable[..., ReasoningGymReward], tuple[str, float]]:
@@ -89,13 +89,13 @@ class ReasoningGymReward(Rule):
 
     @property
     def isolation(self) -> Isolation:
-        """The limits of a worker's calls: scorers are other people's code."""
+        """The limits of a worker's calls, because scorers are third-party code."""
         return Isolation(timeout=self.timeout, on_timeout=0.0)
 
     def __call__(self, completion: Completion, prompt: Prompt) -> float:
-        """The score; 0 also where the scorer raises on this answer, and not on the row's own.
+        """The score; 0 also if the scorer raises on this answer but not on the row's own answer.
 
-        Else what it raises is passed on. A row without the column is a UserError naming it.
+        Other errors are passed on. UserError with the row's name if the column is missing.
         """
         name, arguments, entry = _read(prompt.example)
         scorer = _scorer(name, arguments)
@@ -104,15 +104,15 @@ class ReasoningGymReward(Rule):
             return 0.0
         try:
             score = _quietly(scorer, answer, entry)
-        except (MemoryError, OSError, ImportError):  # of the machine, not of the text
+        except (MemoryError, OSError, ImportError):  # caused by the machine instead of the text
             raise
-        except Exception:  # some scorers do so about any text that is not in the form they ask for
+        except Exception:  # some scorers raise for any text that is not in the expected form
             _quietly(scorer, entry["answer"] or "", entry)
             return 0.0
         return min(max(score, 0.0), 1.0) if math.isfinite(score) else 0.0
 
     def score(self, groups: Sequence[Group]) -> ComponentScores:
-        """The score of every completion, missing where the data set's scorer raised."""
+        """The score of every completion, missing if the data set's scorer raised."""
         failed, first_error = 0, None
         scores: list[list[Score]] = []
         for group in groups:
@@ -122,7 +122,7 @@ class ReasoningGymReward(Rule):
                     row.append(self(completion, group.prompt))
                 except UserError:
                     raise
-                except Exception as error:  # scorers raise what they like about a text
+                except Exception as error:  # scorers may raise anything about a text
                     failed, first_error = failed + 1, first_error or error
                     row.append(None)
             scores.append(row)
@@ -136,14 +136,14 @@ class ReasoningGymReward(Rule):
 
 
 def _load(extraction: Literal["answer_tag", "whole"], timeout: float) -> ReasoningGymReward:
-    """The reward in a worker process, with its package loaded before the clock of the first call starts."""
+    """The reward in a worker process; loads its package before the clock of the first call starts."""
     with contextlib.suppress(ImportError):
         import reasoning_gym.factory  # noqa: F401
     return ReasoningGymReward(extraction=extraction, timeout=timeout)
 
 
 def admissible(name: str, answer: str, entry: Mapping[str, Any]) -> bool:
-    """Whether the scorer of data set `name` can be handed this answer without running anything but arithmetic."""
+    """Whether the scorer of data set `name` can get this answer without running anything but arithmetic."""
     if name in ARITHMETIC:
         return evaluate(answer) is not None
     if name in KINDS:
@@ -157,7 +157,7 @@ def _is_harmless(name: str, program: str) -> bool:
         if name in PARSED:
             return _is_formula(tree)
         ast.literal_eval(tree)
-    except SyntaxError:  # it cannot be run at all
+    except SyntaxError:  # it cannot run at all
         return name in EVALUATED
     except (ValueError, TypeError, RecursionError, MemoryError):
         return False
@@ -173,7 +173,7 @@ def _parsed(program: str) -> ast.expr:
 
 
 def _is_formula(node: ast.expr, *, depth: int = 0) -> bool:
-    """Whether it has only numbers, names, four operations, powers and known functions; `depth` of these are outside."""
+    """Whether it has only numbers, names, four operations, powers and known functions, nested in `depth` of these."""
     match node:
         case ast.Constant(value=int() | float() as number):
             allowed = not isinstance(number, bool) and abs(number) <= _LARGEST_NUMBER
@@ -194,7 +194,7 @@ def _is_formula(node: ast.expr, *, depth: int = 0) -> bool:
 
 
 def _is_exponent(node: ast.expr, *, most: int) -> bool:
-    """Whether it is a small number, a name, a product of one with a name, or a fraction: nothing that grows large."""
+    """Whether it is a small number, a name, a product of both, or a fraction, so that the power stays small."""
     match node:
         case ast.Constant(value=int() | float() as number):
             allowed = not isinstance(number, bool) and abs(number) <= most
@@ -242,7 +242,7 @@ _MAKERS: Final[Mapping[str, Callable[[Iterable[Any]], Any]]] = {
 
 
 def _quietly(scorer: Callable[[str, Mapping[str, Any]], float], answer: str, entry: Mapping[str, Any]) -> float:
-    """Call a scorer without its output and its warnings."""
+    """Call a scorer and suppress its output and warnings."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return float(scorer(answer, entry))
@@ -250,7 +250,7 @@ def _quietly(scorer: Callable[[str, Mapping[str, Any]], float], answer: str, ent
 
 @lru_cache(maxsize=256)
 def _scorer(name: str, arguments: str) -> Callable[[str, Mapping[str, Any]], float]:
-    """A data set's scorer; made once in a process."""
+    """A data set's scorer; created once per process."""
     try:
         from reasoning_gym.factory import create_dataset  # slow to import, and an extra
     except ImportError as error:

@@ -24,9 +24,9 @@ from flatpeak.utils.huggingface import pick_device
 
 
 class ModelScorer(Scorer):
-    """Scorer by a sequence-classification model, which reads completions with its own template and tokenizer.
+    """Scores with a sequence-classification model, which reads completions with its own template and tokenizer.
 
-    The chat messages behind a prompt where there are any, else the example's question, and the completion's text: the
+    It reads the prompt's chat messages if there are any, else the example's question, and the completion's text: the
     policy's token ids mean nothing to another tokenizer. A score that is not finite is missing.
     """
 
@@ -43,10 +43,10 @@ class ModelScorer(Scorer):
         self.name = name
         self.batch_tokens = batch_tokens
         self.spread = spread
-        """Mean and standard deviation that standardize scores; None: they stay as they are."""
+        """Mean and standard deviation for standardizing scores; None: scores stay as they are."""
         self.clip = clip
         self.truncated = 0
-        """Questions that were shortened since the last call of `metrics`."""
+        """Questions shortened since the last call of `metrics`."""
 
     def score(self, groups: Sequence[Group]) -> ComponentScores:
         """The score of every completion, micro-batched over all groups."""
@@ -76,13 +76,13 @@ class ModelScorer(Scorer):
         return score if self.clip is None else min(max(score, self.clip[0]), self.clip[1])
 
     def metrics(self) -> dict[str, float]:
-        """`reward/NAME/shortened`: completions since the last time whose question lost its beginning; only if any."""
+        """`reward/NAME/shortened`: completions since the last call whose question was cut at its beginning; if any."""
         shortened, self.truncated = self.truncated, 0
         return {f"reward/{self.name}/shortened": float(shortened)} if shortened else {}
 
 
 def _asked(prompt: Prompt, template: str) -> str | Sequence[Message]:
-    """The question for the model's template: its text, or for a chat template its messages where there are any."""
+    """The question for the model's template: its text; for a chat template its messages, if there are any."""
     if template != CHAT:
         return prompt.example.question
     return conversation(prompt.example.columns) or prompt.messages or prompt.example.question
@@ -104,7 +104,7 @@ def load_scorer(
     std: float | None = None,
     clip: tuple[float, float] | None = None,
 ) -> ModelScorer:
-    """The scorer that a recipe asks for, its settings those of `SequenceClassifierConfig`.
+    """The scorer for the settings of a `SequenceClassifierConfig`.
 
     `where` is the name of the section in messages, such as `rewards.preference`. UserError for a model that does not
     load, or does not fit the settings.

@@ -1,4 +1,4 @@
-"""A set of rewards: components by name, their weighted total, and how a recipe or a caller's object becomes one."""
+"""A set of rewards, its components by name and their weighted total; made from a recipe or a caller's object."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from flatpeak.types import Completion, Example, Group, Prompt, Score
 
 SLOW_SECONDS: Final = 60.0
-"""Seconds after which a notice says that a function of the user's is still being called in this process."""
+"""Seconds after which a notice says that a call of a user's function in this process has not ended."""
 
 
 class RewardSet:
-    """total = sum of weight * component, over the components with a weight; missing where any of those is missing.
+    """total = sum of weight * component, over the components with a weight; missing if any of those is missing.
 
-    With `workers`, components with limits for them (`Scorer.isolation`) are scored there, and where `rules`, so are
-    parallel ones; all others are scored in this process. The scores are the same. `budget` is in seconds, for each
-    of `step_budget`. `notice` is called with failures and with what cannot be sent to a worker.
+    With `workers`, components that have limits for workers (`Scorer.isolation`) are scored there, and with `rules` also
+    parallel components; all others are scored in this process. The scores are the same. `budget` is the number of
+    seconds of each `step_budget`. `notice` is called about failures and about what cannot be sent to a worker.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RewardSet:
         self._workers = workers
         self._rules = rules
         self._unloadable: set[str] = set()
-        """Components that a worker failed to load, and that are scored in this process from then on."""
+        """Components that a worker could not load; from then on they are scored in this process."""
         self._budget = budget
         self._notice = notice or _ignore
         self._failures = FailureLog(self._notice)
@@ -78,7 +78,7 @@ class RewardSet:
 
     @property
     def weights(self) -> dict[str, float]:
-        """The weight of each component; empty where only the scores of a caller's own reward name its components."""
+        """The weight of each component; empty for a caller's reward, whose components are named only by its scores."""
         return {name: component.weight for name, component in self._components.items()}
 
     @property
@@ -87,7 +87,7 @@ class RewardSet:
         return [name for name, scorer in self._scorers.items() if scorer.is_judge]
 
     def is_function(self, name: str) -> bool:
-        """Whether the component of that name is a function of the user's."""
+        """Whether the component with that name is a user's function."""
         return self._scorers[name].is_function
 
     @property
@@ -96,9 +96,9 @@ class RewardSet:
         return dict(self._failures.by_component)
 
     def __call__(self, groups: Sequence[Group], *, budget: GradingBudget | None = None) -> Scores:
-        """Score every completion of every group; groups are distinguished by their position.
+        """Score every completion of every group; groups are distinguished by position.
 
-        A UserError where a component with a weight fails everywhere (see `FailureLog.record`).
+        UserError if a component with a weight fails everywhere (see `FailureLog.record`).
         """
         grading = self.grading()
         if grading is not None:
@@ -107,11 +107,11 @@ class RewardSet:
         return self.finish(groups, grading, budget=budget)
 
     def step_budget(self) -> GradingBudget | None:
-        """The seconds that one step of training may lose to answers without a verdict; None is no limit."""
+        """The seconds that one step of training may lose to answers without a verdict; None: no limit."""
         return None if self._budget is None else GradingBudget(self._budget)
 
     def grading(self) -> Grading | None:
-        """An object that sends groups to workers one by one, to be passed to `finish`; None where none would grade."""
+        """An object for `finish` that sends groups to workers one by one; None if no worker would grade."""
         components = [component for component in self._components.values() if self._in_worker(component)]
         if self._workers is None or not components:
             return None
@@ -120,7 +120,7 @@ class RewardSet:
     def finish(
         self, groups: Sequence[Group], grading: Grading | None, *, budget: GradingBudget | None = None
     ) -> Scores:
-        """The scores of a call of which `grading`, if there is one, was given every group."""
+        """The scores of a call; `grading`, if given, must have received every group."""
         in_workers = grading.names if grading is not None else frozenset()
         scored = {
             name: self._score(component, groups, budget)
@@ -143,9 +143,9 @@ class RewardSet:
         )
 
     def prepare(self, examples: Sequence[Example]) -> None:
-        """Let components check themselves, before anything is spent on a run: UserError if one is unfit.
+        """Let components check themselves before anything is spent on a run; UserError if a component is unfit.
 
-        Then all are closed: no run will use them.
+        In that case all components are closed, because no run will use them.
         """
         for name, scorer in self._scorers.items():
             try:
@@ -159,7 +159,7 @@ class RewardSet:
         self._checked = True
 
     def check(self) -> None:
-        """Let components check themselves again after some training: UserError if one has become unfit."""
+        """Let components check themselves again after some training; UserError if a component has become unfit."""
         if not self._checked:
             for scorer in self._scorers.values():
                 scorer.run_canaries()
@@ -167,12 +167,12 @@ class RewardSet:
         self._checked = False
 
     def attach(self, directory: Path, *, stopping: Callable[[], bool]) -> None:
-        """Let components write into a run's directory, and raise StoppedError where they wait and `stopping()`."""
+        """Let components write into a run's directory; their waits raise StoppedError once `stopping()` is true."""
         for scorer in self._scorers.values():
             scorer.attach(directory, stopping=stopping)
 
     def measured(self, scores: Scores) -> dict[str, float]:
-        """The components' metrics since the last call, and the distance of judges from components that know better."""
+        """The components' metrics since the last call, and how far judges are from components that know the truth."""
         metrics: dict[str, float] = {}
         for name, scorer in self._scorers.items():
             metrics |= scorer.metrics()
@@ -184,14 +184,14 @@ class RewardSet:
 
     def close(self) -> None:
         """Release the components' processes and connections; the pool of workers stays open."""
-        with ExitStack() as stack:  # all of them, whatever one raises
+        with ExitStack() as stack:  # closes all of them, even if some raise
             for scorer in self._scorers.values():
                 stack.callback(scorer.close)
 
     def answer(self, name: str, completion: Completion, prompt: Prompt) -> str | None:
-        """The answer that the component of that name reads in a completion: equal answers give equal strings.
+        """The answer that the component with that name extracts from a completion; equal answers give equal strings.
 
-        The extracted answer (None if there is none) where the component extracts one, else the stripped text.
+        If the component extracts answers, the extracted answer (None without one), else the stripped text.
         """
         if name not in self._scorers:
             raise UserError(f"there is no reward {name!r}: choose one of {', '.join(self._scorers)}")
@@ -204,14 +204,14 @@ class RewardSet:
         )
 
     def _score(self, component: Component, groups: Sequence[Group], budget: GradingBudget | None) -> ComponentScores:
-        """The scores of a component in this process, with a notice where a function does not return."""
+        """The scores of a component in this process, with a notice if a function does not return."""
         if not component.scorer.may_hang:
             return component.scorer.score_within(groups, budget)
         with _notice_if_slow(component.name, self._notice, obstacle=component.scorer.unprotected):
             return component.scorer.score_within(groups, budget)
 
     def _fall_back(self, name: str, error: UnloadableError, groups: Sequence[Group]) -> ComponentScores:
-        """Score in this process, now and from now on, a component that no worker can load."""
+        """Score a component that no worker can load in this process, now and from now on."""
         component = self._components[name]
         isolation = component.scorer.isolation
         if isolation is None or isolation.required:
@@ -238,8 +238,8 @@ class RewardSet:
         for group, row in zip(groups, totals, strict=True):
             if any(total is not None and not math.isfinite(total) for total in row):
                 raise UserError(
-                    f"the weighted rewards of prompt {group.prompt.id!r} add up to no finite number: bound what the "
-                    "rewards return, or lower their weights"
+                    f"the weighted rewards of prompt {group.prompt.id!r} do not add up to a finite number: bound what "
+                    "the rewards return, or lower their weights"
                 )
         return totals
 
@@ -250,9 +250,9 @@ class RewardSet:
 
 
 class CallersReward(RewardSet):
-    """A caller's own function of groups, as a reward set whose components only its scores name.
+    """A caller's function of groups, as a reward set whose components are named only by its scores.
 
-    It is scored in this process and reads no answers; whatever it holds stays the caller's to close.
+    It is scored in this process and extracts no answers; the caller has to close its resources.
     """
 
     def __init__(self, function: Reward) -> None:
@@ -262,11 +262,11 @@ class CallersReward(RewardSet):
     def finish(
         self, groups: Sequence[Group], grading: Grading | None, *, budget: GradingBudget | None = None
     ) -> Scores:
-        """The function's scores; `grading` and `budget` are for components that flatpeak calls itself."""
+        """The function's scores; `grading` and `budget` apply only to components that flatpeak calls itself."""
         return self._function(groups)
 
     def is_function(self, name: str) -> bool:
-        """True: all components are the function's."""
+        """True, because all components belong to the caller's function."""
         return True
 
     def answer(self, name: str, completion: Completion, prompt: Prompt) -> str | None:
@@ -279,8 +279,8 @@ def shadow_metrics(
 ) -> dict[str, float]:
     """`shadow_gap` and `shadow_agreement` over the completions [p][g] that both have scored; empty if there are none.
 
-    gap = mean judge - mean verifier: where it grows while the verifier stands still, the judge is being gamed.
-    agreement = how often both are at least, or both below, `threshold`.
+    gap = mean judge - mean verifier: if it grows while the verifier stays constant, the judge is being gamed.
+    agreement = the share of completions for which both are at least `threshold`, or both below.
     """
     pairs = [
         (judge, truth)
@@ -297,7 +297,7 @@ def shadow_metrics(
 
 @contextmanager
 def _notice_if_slow(name: str, notice: Callable[[str], None], *, obstacle: str | None) -> Iterator[None]:
-    """Give a notice where the block takes long; `obstacle` is the reason why no worker runs it."""
+    """Give a notice if the block takes long; `obstacle` is the reason why no worker runs it."""
     way_out = "`timeout: SECONDS` in a recipe calls it in a process that can be killed"
     if obstacle is not None:
         way_out = f"no process that can be killed calls it, since {obstacle}"
@@ -334,8 +334,8 @@ def build_reward(
 ) -> RewardSet:
     """The rewards of a recipe, by component name.
 
-    `workers` grade functions (see `FunctionReward`) and, where `rules`, the built-in ones. `budget` is the number of
-    seconds of `RewardSet.step_budget`. `notice` is called with what the user should know.
+    `workers` grade functions (see `FunctionReward`) and, with `rules`, the built-in rewards. `budget` is the number of
+    seconds of `RewardSet.step_budget`. `notice` is called with messages for the user.
     """
     components = [
         Component(name=name, weight=config.weight, scorer=config.build(name)) for name, config in configs.items()
@@ -352,14 +352,14 @@ def as_reward(
     budget: float | None = None,
     notice: Callable[[str], None] | None = None,
 ) -> RewardSet:
-    """The reward set of what a caller passes as `reward`.
+    """The reward set for an object that a caller passes as `reward`.
 
     - a RewardSet: itself; any other callable with a parameter `groups`: a set that calls it for all scores;
-    - a function in one of the users' signatures, or a Scorer such as a built-in rule: a set of one component, called
-      `name`, or after the function;
+    - a function with one of the users' signatures, or a Scorer such as a built-in rule: a set of one component, called
+      `name`, or named after the function;
     - a mapping from component names to such functions or scorers, or to (function, weight): a set of them.
 
-    Of a set made here, `workers` grade what they grade of a recipe's.
+    In a set made here, `workers` grade the same kinds of components as for a recipe.
     """
     match obj:
         case RewardSet():

@@ -1,9 +1,9 @@
 """A sequence-classification model that scores texts: loading, the wording of texts, scores, and its record on disk.
 
-The score of a decoder is read at each text's last token, whose position is known: transformers' own forward takes the
-last token that is not the padding token, which is another one where padding and end of sequence are the same token, and
-refuses batches where there is none. Texts are padded here, on the right, whatever the tokenizer's padding side; under a
-causal mask nothing before the padding can see it.
+The score of a decoder is read at each text's last token, whose position is known. transformers' own forward pass takes
+the last token that is not the padding token, which is wrong if padding and end of sequence are the same token, and
+refuses batches if there is no padding token. Texts are padded here, on the right, for any padding side of the
+tokenizer; under a causal mask, no earlier token sees the padding.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from flatpeak.utils.huggingface import (
 from flatpeak.utils.quantization import disable_repacking, loading_options
 
 RECORD = "reward_model.json"
-"""The file beside the model's own with the template it was trained with and the statistics of its scores."""
+"""The file next to the model's files with its training template and the statistics of its scores."""
 CHAT = "chat"
 PLAIN = "{prompt}\n\n{completion}"
 PROMPT, COMPLETION = "{prompt}", "{completion}"
 UNBOUNDED = 10**9
-"""Tokenizers without a limit have a `model_max_length` far beyond this."""
+"""Tokenizers without a limit have a `model_max_length` far above this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,18 +53,18 @@ class Spread:
 
     mean: float
     std: float
-    """With n - 1."""
+    """With n - 1 in the denominator."""
     count: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """The contents of reward_model.json, beside the weights of a reward model that flatpeak trained."""
+    """The contents of reward_model.json, stored with the weights of a reward model that flatpeak trained."""
 
     template: str
     """`chat`: the tokenizer's chat template; else a text with {prompt} and {completion} in it."""
     max_tokens: int | None = None
-    """The longest text it was trained on."""
+    """The limit of texts in training."""
     scores: Spread | None = None
 
     def write(self, directory: Path) -> None:
@@ -73,7 +73,7 @@ class Record:
 
 
 def read_record(directory: Path) -> Record | None:
-    """The record of a model that flatpeak trained; None where there is none. UserError for one that is damaged."""
+    """The record of a model that flatpeak trained; None if there is none. UserError if it is damaged."""
     path = directory / RECORD
     if not path.is_file():
         return None
@@ -117,9 +117,9 @@ def _read_template(name: str, *, where: str) -> str:
 
 
 def conversation(columns: Mapping[str, Any]) -> tuple[Message, ...] | None:
-    """The prompt of a preference row as chat messages; None where its column `messages` is missing or anything else.
+    """The prompt of a preference row as chat messages; None if its column `messages` is missing or is not a prompt.
 
-    A conversation that includes its answer, for instance, is no prompt.
+    For example, a conversation that includes its answer is not a prompt.
     """
     messages = columns.get("messages")
     if not isinstance(messages, list | tuple) or not messages:
@@ -135,7 +135,7 @@ class Encoded:
 
     token_ids: tuple[int, ...]
     truncated: bool
-    """Whether the beginning of the question was left out."""
+    """Whether the beginning of the question was cut off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,9 +150,9 @@ class Wording:
     def encode(self, prompt: str | Sequence[Message], completion: str) -> Encoded | None:
         """The tokens of a question (or of the chat messages that ask it) and a completion.
 
-        Where they are too many, the longest end of the question that fits is kept: by bisection over where it starts.
-        None where the completion does not fit without the question either: without its beginning or its end it is not
-        the answer that is to be scored.
+        If there are too many, keep the longest end of the question that fits, found by bisection over its start. None
+        if the completion does not fit even without the question: without its beginning or end it would not be the
+        answer that should be scored.
         """
         messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         question = str(messages[-1]["content"])
@@ -184,9 +184,9 @@ class Wording:
         if self.template == CHAT:
             conversation = self._encoder.quote_all([*messages, {"role": "assistant", "content": completion}])
             text = self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=False)
-            # The template has written every special token into the text, the beginning of the sequence included.
+            # The template has already written every special token into the text, including the beginning of sequence.
             return self._encoder.encode(text)
-        # Both positions are located before anything is put in: a question may well say {completion}.
+        # Locate both positions before inserting anything, because a question may contain {completion}.
         first, second = sorted((PROMPT, COMPLETION), key=self.template.index)
         before, _, rest = self.template.partition(first)
         between, _, after = rest.partition(second)
@@ -196,12 +196,12 @@ class Wording:
             f"{before}{values[first]}{between}{values[second]}{after}", add_special_tokens=True
         )
         end = self.tokenizer.eos_token_id
-        # Tokenizers of encoders close a text by themselves; to those of decoders its end has to be said.
+        # Encoders' tokenizers add the end of a text themselves; for decoders' tokenizers it must be added.
         return tokens if end is None or tokens[-1:] == [end] else [*tokens, end]
 
 
 def locate(path: str, *, where: str) -> str:
-    """The directory that `from_pretrained` loads: of a run its best checkpoint, else its last; a Hub name is itself."""
+    """The directory that `from_pretrained` loads: a run's best checkpoint, else its last; a Hub name stays as it is."""
     directory = Path(path).expanduser()
     checkpoints = directory / "checkpoints"
     for candidate in (directory, checkpoints / "best", checkpoints / "last", checkpoints / "sft" / "last"):
@@ -225,10 +225,10 @@ def load_model(
     quantization: str | None = None,
     **settings: Any,
 ) -> tuple[Any, Any, Record | None]:
-    """(model, tokenizer, record) of what `locate` found; `settings` are `from_pretrained`'s for the model.
+    """(model, tokenizer, record) from the path that `locate` returned; `settings` go to the model's `from_pretrained`.
 
-    Unless `trained` is false, weights that the files lack are a UserError: transformers would draw a score head at
-    random where there is none. Adapters are loaded on the base that they name, as they were trained.
+    Unless `trained` is false, weights missing in the files are a UserError: transformers would draw a missing score
+    head at random. Adapters are loaded on the base that they name, as they were trained.
     """
     directory = Path(path)
     if not (directory / ADAPTER_CONFIG).is_file():
@@ -242,7 +242,7 @@ def load_model(
 def load_base(
     path: str, *, where: str, device: torch.device, quantization: str | None = None, **settings: Any
 ) -> tuple[Any, Any]:
-    """(base of an adapter with a new head, the adapter's tokenizer, or the base's where it has none)."""
+    """(base of an adapter with a new head, the adapter's tokenizer, or the base's if the adapter has none)."""
     directory = Path(path)
     base, revision = named_base(directory, where=where)
     record = read_base_record(directory)
@@ -254,11 +254,11 @@ def load_base(
 
 
 def _load(path: str, *, where: str, trained: bool, **settings: Any) -> tuple[Any, Any]:
-    """(model, tokenizer) of files that have all of its weights, but for the head where `trained` is false."""
+    """(model, tokenizer) from files with all of its weights; the head may be missing if `trained` is false."""
     from transformers import AutoModelForSequenceClassification
 
     revision = {"revision": settings.pop("revision", None) or "main"}
-    # Warnings about missing weights would repeat the error below, or name a head that is meant to be new.
+    # Warnings about missing weights would repeat the error below, or name a head that is intentionally new.
     with load_errors(path, where=where, kind="a sequence-classification model"), no_progress_bar(), no_warnings():
         source = local_or_hub(path, revision=revision["revision"])
         tokenizer = load_tokenizer(source, **revision)
@@ -276,12 +276,12 @@ def _load(path: str, *, where: str, trained: bool, **settings: Any) -> tuple[Any
 
 
 def default_batch_tokens(*, on_cpu: bool) -> int:
-    """Tokens of a forward pass, padding included, where a recipe leaves them open."""
+    """Tokens per forward pass, including padding, if a recipe does not set them."""
     return 4096 if on_cpu else 32768
 
 
 class Classifier:
-    """A model with its tokenizer and the template it reads by. Always in eval mode: dropout is off in training too."""
+    """A model with its tokenizer and its template. Always in eval mode: training also runs without dropout."""
 
     def __init__(self, model: Any, wording: Wording, *, label: int = 0) -> None:
         self.model = model.eval()
@@ -291,7 +291,7 @@ class Classifier:
         self._adapted = inner is not model
         head = getattr(inner, "score", None)
         trunk = getattr(inner, inner.base_model_prefix, None)
-        # peft wraps a head that is trained whole beside adapters.
+        # If a head is trained whole next to adapters, peft wraps it.
         linear = isinstance(head, torch.nn.Linear) or hasattr(head, "modules_to_save")
         self._causal: tuple[Any, Any] | None = (trunk, head) if linear and trunk is not None else None
         self._pad: int | None = None
@@ -304,7 +304,7 @@ class Classifier:
         return device
 
     def _padding_token(self) -> int | None:
-        """The token that fills shorter texts; None where texts of different lengths cannot share a batch."""
+        """The token that fills shorter texts; None if texts of different lengths cannot share a batch."""
         if self._causal is not None:
             return 0  # any token: nothing attends to it
         if getattr(self.model.config, "is_encoder_decoder", False):
@@ -315,7 +315,7 @@ class Classifier:
 
     @torch.no_grad()
     def _padding_is_harmless(self, pad: int) -> bool:
-        """Whether a text scores the same alone and padded: not so where a model reads the last place of its input."""
+        """Whether padding leaves a text's score unchanged; not if a model reads the last position of its input."""
         vocabulary = self.model.config.get_text_config().vocab_size
         others = [token for token in range(vocabulary) if token != pad][-6:]
         alone = self.scores([others[:3]])
@@ -323,7 +323,7 @@ class Classifier:
         return bool(torch.allclose(alone, padded, rtol=1e-2, atol=1e-4))
 
     def scores(self, texts: Sequence[Sequence[int]], *, pad: int | None = None) -> Tensor:
-        """Scores of these token sequences, float32 [N], by one forward pass; differentiable where gradients are on."""
+        """Scores of these token sequences, float32 [N], by one forward pass; differentiable if gradients are on."""
         lengths = [len(text) for text in texts]
         if self._pad is None and pad is None and len(set(lengths)) > 1:
             return torch.cat([self.scores([text]) for text in texts])
@@ -362,9 +362,9 @@ class Classifier:
 
 
 def length_batches(lengths: Sequence[int], *, budget: int) -> Iterator[list[int]]:
-    """Indices in batches of at most `budget` tokens, padding included, but of at least one text.
+    """Indices in batches of at most `budget` tokens, including padding, but at least one text.
 
-    The longest come first, so that neighbours are about as long, and memory runs out at once or not at all.
+    The longest come first, so that neighbours have similar lengths, and memory runs out at once or not at all.
     """
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

@@ -1,10 +1,10 @@
-"""Rollouts ahead: the completions of the next step, drawn elsewhere by the policy of now while the trainer updates it.
+"""Rollouts ahead: the next step's completions are drawn by the current policy while the trainer updates it.
 
-Step t trains on what version t - 2 of the policy drew, beside a trainer at version t - 1: one version old. Groups carry
-the version that drew them, and what is older than the bound, or was drawn for another request, is not used.
+Step t trains a policy of version t - 1 on what version t - 2 drew: one version old. Groups record the version that drew
+them; groups that are older than the bound, or were drawn for another request, are not used.
 
-Where the drawing fails the update is finished all the same, so that its step can be recorded and saved; the next
-request then raises the error.
+If drawing ahead fails, the update still finishes, so that its step can be recorded and saved; the next request then
+raises the error.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams
 
 JSON = dict[str, Any]
 DRAWN: Final = "drawn"
-"""Key of the groups that were drawn ahead, in a state."""
+"""Key in a state of the groups that were drawn ahead."""
 
 
 class Background(Protocol):
-    """Draws one request at a time, by the policy's weights as they are when it begins, beside the caller."""
+    """Draws one request at a time, with the policy's weights as they are when it begins, in parallel to the caller."""
 
     @property
     def pid(self) -> int | None:
-        """The process that draws; None where there is none, or none yet."""
+        """The process that draws; None if there is none, or none yet."""
         return None
 
     def stop_when(self, stopping: Callable[[], bool]) -> None:
-        """Break a drawing that waits for others off, once `stopping()`."""
+        """Abort a drawing that waits for servers or processes once `stopping()` is true."""
         return
 
     def begin(self, request: JSON) -> None:
-        """Take the weights of now and start drawing."""
+        """Take the current weights and start drawing."""
         ...
 
     def result(self) -> JSON:
-        """Wait for the answer of `answer_request`. Raises what the drawing raised; RunError where none will come."""
+        """Wait for the answer of `answer_request`. Raises the drawing's errors; RunError if none will come."""
         ...
 
     def close(self) -> None:
-        """End whatever draws; a later request starts anew."""
+        """End the drawing; a later request starts again."""
         ...
 
 
 class RolloutsAhead(WrappedSampler):
-    """A sampler that has the next request drawn in the background; all else is drawn at once by the sampler it wraps.
+    """A sampler whose next request is drawn in the background; the sampler it wraps draws everything else at once.
 
-    The trainer states the policy's version, the number of its steps. Log-probabilities are of the policy that drew.
+    The trainer sets the policy's version, the number of its steps. Log-probabilities are those of the drawing policy.
     """
 
     def __init__(self, sampler: Sampler, background: Background, *, staleness: int) -> None:
-        """`staleness`: the most versions that a group may be old."""
+        """`staleness`: the most versions by which a group may be older than the policy."""
         super().__init__(sampler)
         self.background = background
         self.staleness = staleness
@@ -65,14 +65,14 @@ class RolloutsAhead(WrappedSampler):
         self._failure: Exception | None = None
 
     def use_version(self, version: int) -> None:
-        """Set the version of the policy as it is now."""
+        """Set the current version of the policy."""
         self.version = version
 
     @contextmanager
     def ahead(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> Iterator[None]:
-        """A context, left when a later request is drawn by the policy as it was on entry, or its drawing has failed."""
+        """A context in which the policy on entry draws a later request; on exit it is drawn, or drawing has failed."""
         self._drawn = None
         request = encode_request(prompts, group_size=group_size, sampling=sampling, seed=seed)
         self.background.begin(request | {"state": dict(self.sampler.state())})
@@ -88,7 +88,7 @@ class RolloutsAhead(WrappedSampler):
         self._drawn = {"request": digest(request), "version": self.version, "groups": answer["groups"]}
 
     def _answer(self) -> JSON | None:
-        """The background's answer; None where it has failed, which the next request says."""
+        """The background's answer; None if it failed, which the next request reports."""
         try:
             return self.background.result()
         except Exception as error:
@@ -99,9 +99,9 @@ class RolloutsAhead(WrappedSampler):
     def stream(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> Iterator[tuple[int, Group]]:
-        """Pairs (index of the prompt, its group): what was drawn ahead for this request, or as it is drawn now.
+        """Pairs (index of the prompt, its group): drawn ahead for this request, or drawn now.
 
-        Raises what the drawing ahead has raised.
+        Raises the error of a failed drawing ahead.
         """
         if (failure := self._failure) is not None:
             self._failure = None
@@ -118,27 +118,27 @@ class RolloutsAhead(WrappedSampler):
             yield p, replace(group, version=self.version)
 
     def state(self) -> JSON:
-        """The wrapped sampler's state, and what was drawn ahead and not asked for yet; its weights are gone."""
+        """The wrapped sampler's state, and unused groups that were drawn ahead, whose weights no longer exist."""
         return {**self.sampler.state(), DRAWN: self._drawn}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Put back a saved state; one without rollouts ahead has drawn nothing."""
+        """Restore a saved state; if it is from a run without rollouts ahead, nothing is drawn ahead."""
         self.sampler.load(state)
         self._drawn = state.get(DRAWN)
 
     def stop_when(self, stopping: Callable[[], bool]) -> None:
-        """Let neither sampler nor background wait for servers once `stopping()`."""
+        """Make sampler and background stop waiting for servers once `stopping()` is true."""
         self.sampler.stop_when(stopping)
         self.background.stop_when(stopping)
 
     def close(self) -> None:
-        """End what draws in the background, then the wrapped sampler."""
+        """End the background drawing, then close the wrapped sampler."""
         self.background.close()
         self.sampler.close()
 
 
 def encode_request(prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int) -> JSON:
-    """The arguments of `Sampler.generate` as JSON; of prompts what a sampler reads."""
+    """The arguments of `Sampler.generate` as JSON, with the fields of prompts that a sampler reads."""
     return {
         "prompts": [[prompt.id, prompt.example.id, list(prompt.token_ids)] for prompt in prompts],
         "group_size": group_size,
@@ -153,7 +153,7 @@ def digest(request: JSON) -> str:
 
 
 def answer_request(sampler: Sampler, request: JSON) -> JSON:
-    """Draw a request with a sampler that begins and ends with the state in it: its groups, as JSON, and that state."""
+    """Put the request's state into a sampler and draw; returns the groups and the sampler's new state, as JSON."""
     prompts = [
         Prompt(id=name, token_ids=tuple(ids), text="", example=Example(id=example, question="", gold=""))
         for name, example, ids in request["prompts"]

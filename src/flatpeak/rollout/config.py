@@ -13,23 +13,23 @@ from flatpeak.utils.schema import StrictConfig
 
 
 class VLLMConfig(StrictConfig):
-    """vLLM servers that draw the completions, asked over HTTP (docs/engines.md); `flatpeak serve` starts one."""
+    """vLLM servers that draw the completions, contacted over HTTP (docs/engines.md); `flatpeak serve` starts one."""
 
     type: Literal["vllm"]
     urls: Annotated[tuple[str, ...], Field(min_length=1)] = ("http://127.0.0.1:8000",)
-    """The servers; requests go to the one with the fewest at work. Where they are may change on a resume."""
+    """The servers' addresses; a request goes to the server with the fewest at work. They may change on a resume."""
     model: str | None = None
-    """The name under which the servers serve the model; null: the first that they list."""
+    """The name of the model on the servers; null: the first that they list."""
     sync: Literal["endpoint", "reload"] = "reload"
     """reload: weights are written to `directory`, and the servers load them. endpoint: they are sent from the trainer's
-    memory, by sockets or NCCL as the servers were started; adapters are written to `directory` all the same."""
+    memory, by sockets or NCCL depending on how the servers were started; adapters are still written to `directory`."""
     directory: str | None = None
-    """A directory that trainer and servers share, for weights and adapters; null: a temporary one, for servers on the
-    trainer's machine."""
+    """A directory that trainer and servers share, for weights and adapters; null: a temporary one, if the servers run
+    on the trainer's machine."""
     timeout: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds that an answer may take, and that a run waits while no server can be reached."""
+    """Seconds to wait for an answer, and for a server while none can be reached."""
     max_concurrency: Annotated[int, Field(ge=1)] = 64
-    """Most groups that one server is asked for at a time."""
+    """The most groups that are requested from one server at a time."""
     api_key_env: str | None = None
     """The environment variable that holds the servers' key; null: none."""
 
@@ -44,16 +44,16 @@ class VLLMConfig(StrictConfig):
 
 
 def _check_address(url: str) -> None:
-    """ValueError for what is not the address of a server."""
+    """ValueError if this is not the address of a server."""
     try:
         parts = urlsplit(url)
         valid = url.startswith(("http://", "https://")) and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number or too large, or a bracket without its other
+    except ValueError:  # the port is not a number or too large, or a bracket is unbalanced
         valid = False
     if valid and "@" in parts.netloc:
-        raise ValueError("urls: an address has a user or password in it: leave them out, and name a key by api_key_env")
+        raise ValueError("urls: an address contains a user or password: leave them out, and name a key by api_key_env")
     if not valid or parts.query or parts.fragment or not url.isascii() or " " in url or not url.isprintable():
-        raise ValueError(f"urls: {url} is no address of a server: write http://HOST:PORT")
+        raise ValueError(f"urls: {url} is not the address of a server: write http://HOST:PORT")
     if parts.path.rstrip("/").endswith("/v1"):
         raise ValueError(f"urls: {url} is the address of the endpoints for chat: leave /v1 out")
 
@@ -67,43 +67,42 @@ class RolloutConfig(StrictConfig):
     """The number of completions that a step draws, their distribution and their engine."""
 
     prompts_per_step: Annotated[int, Field(ge=1)] = 32
-    """Prompts that a step samples completions for, each of which makes a group."""
+    """Prompts per step; the completions of a prompt form a group."""
     group_size: Annotated[int, Field(ge=1)] = 8
-    """Completions of each prompt; at least 2 where advantages compare those of a group."""
+    """Completions per prompt; at least 2 if advantages compare the completions of a group."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """The divisor of the logits, as tokens are drawn and wherever training computes log-probabilities: ratio, KL and
-    entropy."""
+    """The divisor of the logits, both when tokens are drawn and when training computes log-probabilities: for ratio, KL
+    and entropy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Draw from the smallest set of tokens whose probabilities reach this, after `top_k`; 1: from all.
-    Log-probabilities stay those over all tokens."""
+    """Draw from the smallest set of tokens whose probabilities add up to this, after `top_k`; 1: from all.
+    Log-probabilities are still over all tokens."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Draw from this many of the most probable tokens; 0: from all. Log-probabilities stay those over all tokens."""
+    """Draw from this many of the most probable tokens; 0: from all. Log-probabilities are still over all tokens."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 256
-    """The most tokens of a completion; a longer one is cut there, see `objective.truncated`."""
+    """The most tokens of a completion; longer completions are cut there, see `objective.truncated`."""
     min_new_tokens: Annotated[int, Field(ge=0)] = 0
-    """The fewest tokens of a completion: before, no end-of-sequence token is drawn, and no stop string ends it. 0:
-    none."""
+    """The fewest tokens of a completion: until then, neither end-of-sequence tokens nor stop strings end it. 0: no
+    minimum."""
     stop: tuple[str, ...] = ()
-    """Strings, each of which ends a completion once it is complete; it stays part of the text."""
+    """Strings that end a completion once complete; they stay part of the text."""
     engine: Annotated[
         Annotated[Literal["auto", "native", "generate"], Tag("name")] | Annotated[VLLMConfig, Tag("vllm")],
         Discriminator(_engine_kind),
     ] = "auto"
-    """auto: native where the architecture is proven, else transformers' generate, with a notice. A section of type vllm
+    """auto: native if the architecture is proven, else transformers' generate, with a notice. A section of type vllm
     names servers."""
     staleness: Annotated[int, Field(ge=0, le=1)] = 0
-    """0: each step draws with the policy that it updates. 1: the next step's completions are drawn while the policy is
-    updated, by the policy before that update: by servers or in a second process."""
+    """0: each step draws with the policy that it updates. 1: servers or a second process draw the next step's
+    completions during the update, with the policy from before it."""
     kernels: Literal["auto", "torch", "native"] = "auto"
-    """The decoder on a CPU, and what computes training passes. auto: kernels in C++ where they serve the model, can be
-    compiled or were shipped, and agree with torch on the run's own weights; else torch, with a notice. native: kernels
-    or an error. torch: none."""
+    """The code for decoding and training passes on a CPU. auto: C++ kernels if they support the model, can be compiled
+    or were shipped, and agree with torch on the run's weights; else torch, with a notice. native: kernels, or an error.
+    torch: never kernels."""
     max_rows: Annotated[int, Field(ge=1)] = 512
-    """The most completions that the native engine or generate decodes side by side; servers have limits of their
-    own."""
+    """The most completions that the native engine or generate decodes side by side; servers have their own limits."""
     batch_invariant: bool = True
-    """On a CPU, pad slots and keys so that no bit of a completion depends on what else is decoded. What it costs
-    is within the spread of measurements (benchmarks/RESULTS.md), but for very small heads: with those of 8 dimensions
+    """On a CPU, pad slots and keys so that a completion's bits do not depend on what else is decoded. The cost is
+    within the spread of measurements (benchmarks/RESULTS.md), except with very small heads: with a head dimension of 8,
     rollouts of short answers take nearly three times as long."""
 
     @model_validator(mode="after")
@@ -117,7 +116,7 @@ class RolloutConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _served_sampling(self) -> RolloutConfig:
-        """Refuse filters at temperatures at which a server gives the log-probabilities of what is left alone."""
+        """Reject filters at temperatures at which a server's log-probabilities cover only the remaining tokens."""
         if isinstance(self.engine, VLLMConfig) and self.temperature != 1:
             for name, off in (("top_p", 1.0), ("top_k", 0), ("min_new_tokens", 0)):
                 if getattr(self, name) != off:

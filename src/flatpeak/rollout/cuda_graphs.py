@@ -1,9 +1,9 @@
 """Decoding steps captured as CUDA graphs, one per batch size, and replayed: no host work between kernels.
 
-A graph repeats the launches of the step it was captured from, on the same addresses and with the same host values.
-Weights may change in place, as the optimizer changes them: replays read what is there. What must never happen between
-a capture and a replay is that a tensor moves: `parameter.data = ...`, `load_state_dict(assign=True)`, `model.to(...)`,
-a new parameter, buffer, cache or history. `GraphedStep.begin` checks that for the tensors in `fixed`.
+A graph repeats the launches of the captured step, on the same addresses and with the same host values. Weights may
+change in place, as the optimizer changes them: replays read the current values. Between a capture and a replay, no
+tensor may move: `parameter.data = ...`, `load_state_dict(assign=True)`, `model.to(...)`, or a new parameter, buffer,
+cache or history. `GraphedStep.begin` checks this for the tensors in `fixed`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 
 
 class GraphedStep:
-    """Calls `step(batch_size)`, by replaying a graph of it where the device is a GPU and the step can be captured.
+    """Calls `step(batch_size)`; replays a graph of it if the device is a GPU and the step can be captured.
 
     The step works in place on the first `batch_size` slots, never waits for the device, and draws its randomness from
-    tensors (a torch generator would be replayed with the same numbers). Its work on the host is done at captures only.
+    tensors (a torch generator would be replayed with the same numbers). Its work on the host happens at captures only.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class GraphedStep:
         fixed: Callable[[], Iterable[Tensor]] = tuple,
         enabled: bool = True,
     ) -> None:
-        """`step` has to run before it is captured, so it must be repeatable once the tensors of `state()` are restored.
+        """`step` runs before it is captured, so it must be repeatable after the tensors of `state()` are restored.
 
-        `state`: the tensors that say what comes next (lengths, positions, last tokens, ended flags). All else that the
-        step writes (a key at its column, a token in a history) it then writes to the same addresses again. `fixed`:
-        every tensor whose address a graph keeps: weights, buffers, caches, histories.
+        `state`: the tensors that determine what comes next (lengths, positions, last tokens, ended flags). Repeating a
+        step then writes everything else (a key at its column, a token in a history) to the same addresses. `fixed`: all
+        tensors whose addresses a graph keeps: weights, buffers, caches, histories.
         """
         self._step = step
         self._device = torch.device(device)
@@ -49,9 +49,9 @@ class GraphedStep:
         self._side: torch.cuda.Stream | None = None
         self._begun_with: tuple[Hashable, tuple[int, ...]] | None = None
         self.reason: str | None = None
-        """The reason why steps run without graphs although these are enabled; None while they do not."""
+        """The reason why steps run without graphs although graphs are enabled; None if they run with graphs."""
         self.capture_seconds = 0.0
-        """Spent on warm-up and capture so far."""
+        """Time spent on warm-up and capture so far."""
 
     @property
     def sizes(self) -> list[int]:
@@ -59,7 +59,7 @@ class GraphedStep:
         return sorted(self._graphs)
 
     def begin(self, *, constants: Hashable = None) -> None:
-        """Drop the graphs, before a rollout, if a tensor has moved or a host value of the step (a temperature) changed.
+        """Drop the graphs if a tensor has moved or a host value of the step (a temperature) has changed; per rollout.
 
         `constants`: those host values.
         """
@@ -71,7 +71,7 @@ class GraphedStep:
         self._begun_with = now
 
     def prepare(self, sizes: Iterable[int]) -> None:
-        """Capture these now, the largest first: smaller ones then fit into memory that it has already."""
+        """Capture these sizes now, the largest first: smaller graphs then reuse its memory."""
         for batch_size in sorted(set(sizes), reverse=True):
             if self._wants(batch_size):
                 self._capture(batch_size)
@@ -96,24 +96,24 @@ class GraphedStep:
         return self._enabled and self.reason is None and batch_size not in self._graphs
 
     def _capture(self, batch_size: int) -> None:
-        """Capture a step of this size. The state is as before in the end, whether that works or not."""
+        """Capture a step of this size. The state is unchanged afterwards, even if the capture fails."""
         began = time.perf_counter()
         main = torch.cuda.current_stream(self._device)
         self._side = self._side or torch.cuda.Stream(self._device)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         saved = [tensor.clone() for tensor in self._state()]
-        # Compiles kernels and lets libraries allocate, which a capture cannot. Errors here are the step's own.
+        # Compiles kernels and lets libraries allocate, which a capture cannot do. Errors here come from the step.
         self._rehearse(batch_size, saved, main, self._side)
         graph = torch.cuda.CUDAGraph()
         try:
             with _waiting_is_an_error():
                 self._rehearse(batch_size, saved, main, self._side)
-            # "thread_local": other threads may use the device meanwhile.
+            # "thread_local": other threads may use the device at the same time.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
                 self._step(batch_size)
             self._graphs[batch_size] = graph
         except RuntimeError as error:
-            torch.cuda.set_stream(main)  # a capture that breaks off may leave torch on its own
+            torch.cuda.set_stream(main)  # an aborted capture may leave torch on its stream
             torch.cuda.synchronize(self._device)
             self._restore(saved)
             line = str(error).strip().partition("\n")[0]
@@ -125,7 +125,7 @@ class GraphedStep:
     def _rehearse(
         self, batch_size: int, saved: Sequence[Tensor], main: torch.cuda.Stream, side: torch.cuda.Stream
     ) -> None:
-        """A step on the stream of the capture, undone."""
+        """A step on the stream of the capture, undone afterwards."""
         side.wait_stream(main)
         with torch.cuda.stream(side):
             self._step(batch_size)
@@ -139,7 +139,7 @@ class GraphedStep:
 
 @contextmanager
 def _waiting_is_an_error() -> Iterator[None]:
-    """A context in which waiting for the device is an error: it does no harm here, and breaks a capture."""
+    """A context in which waiting for the device is an error: harmless here, but it would break a capture."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

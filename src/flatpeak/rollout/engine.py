@@ -1,7 +1,7 @@
-"""The native engine: each prompt read once, completions in slots, one token for all of them at a time.
+"""The native engine: reads each prompt once, keeps completions in slots, and decodes one token for all slots at a time.
 
-A `Schedule` decides on integers which completion is in which slot, `DecodeSlots` and the decoder's cache do it on
-tensors, and the engine keeps the two in step: admit, decode some tokens, collect what has ended, compact.
+A `Schedule` decides which completion is in which slot, on integers; `DecodeSlots` and the decoder's cache carry this
+out on tensors. The engine keeps both in step: admit, decode some tokens, collect ended completions, compact.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ EXPECTED_LENGTHS: Final = "expected_lengths"
 class NativeEngine(Sampler):
     """A Sampler over a Decoder, on the trainer's own weights.
 
-    A token depends on its slot's logits and on (seed, prompt id, index in group, position). Where the decoder's logits
-    do not depend on the batch (see `batch_invariant`), neither do completions: not on the other prompts, their order,
+    A token depends on its slot's logits and on (seed, prompt id, index in group, position). If the decoder's logits do
+    not depend on the batch (see `batch_invariant`), completions do not depend on the other prompts, their order,
     `max_rows` or `compact_below`.
 
-    While `min_new_tokens` forbids end-of-sequence tokens, the stored log-prob stays the full-vocabulary one that the
-    trainer recomputes, although the token was drawn from the other tokens only. The same goes for top-p and top-k,
-    for which the completion has `filtered_logprobs` too. At temperature 0 log-probs are those at temperature 1.
+    While `min_new_tokens` forbids end-of-sequence tokens, tokens are drawn from the others, but the stored log-prob is
+    the full-vocabulary one that the trainer recomputes. The same holds for top-p and top-k, with which completions also
+    have `filtered_logprobs`. At temperature 0, log-probs are those at temperature 1.
     """
 
     alike = True
@@ -49,13 +49,13 @@ class NativeEngine(Sampler):
         read_every: int | None = None,
         prefill_tokens: int = 8192,
     ):
-        """`decoder` reads prompts and decodes tokens: a policy, or anything else of that shape.
+        """`decoder` reads prompts and decodes tokens: a policy, or any object with the same interface.
 
-        `max_rows`: the most slots. `compact_below`: once the queue is empty and no more than this share of the slots is
-        in use, what is left moves together. `read_every`: look for ended completions every so many tokens. On a GPU
-        each look waits for the device, and so costs more than a few tokens too many; None is 1 on a CPU and 8
-        elsewhere. `prefill_tokens`: prompt tokens read in one forward pass, at most; the decoder's memory may ask for
-        fewer.
+        `max_rows`: the most slots. `compact_below`: once the queue is empty and at most this share of the slots is in
+        use, the remaining completions move together. `read_every`: check for ended completions after every so many
+        tokens. On a GPU each check waits for the device, which costs more than decoding a few extra tokens; None means
+        1 on a CPU and 8 elsewhere. `prefill_tokens`: the most prompt tokens per forward pass; the decoder's memory may
+        ask for fewer.
         """
         self._decoder = decoder
         self._device = torch.device(decoder.device)
@@ -65,12 +65,12 @@ class NativeEngine(Sampler):
         self._prefill_tokens = prefill_tokens
         self._kept_slots: DecodeSlots | None = None
         self.expected_lengths: dict[str, float] = {}
-        """By example, the mean length of the completions drawn for it last: the longest are begun first."""
+        """By example, the mean length of its last completions: the longest begin first."""
 
     def stream(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> Iterator[tuple[int, Group]]:
-        """Pairs (index of the prompt, its group), in the order in which groups are complete."""
+        """Pairs (index of the prompt, its group), in the order in which groups are completed."""
         check_request(prompts, group_size, sampling, self._max_rows)
         if not prompts:
             return
@@ -96,7 +96,7 @@ class NativeEngine(Sampler):
                     decode_slots.close()
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Expect completions of these lengths next time; any rank may sample any prompt then."""
+        """Expect completions of these lengths next time; called on all ranks, because any may get the prompt then."""
         for group in groups:
             lengths = [len(completion.token_ids) for completion in group.completions]
             self.expected_lengths[group.prompt.example.id] = sum(lengths) / len(lengths)
@@ -104,17 +104,17 @@ class NativeEngine(Sampler):
     def state(self) -> Mapping[str, Any]:
         """The expected lengths, for a checkpoint.
 
-        Where results depend on the batch in their last bits, a resumed run has to schedule as it did before.
+        If the last bits of results depend on the batch, a resumed run has to schedule exactly as before.
         """
         return {EXPECTED_LENGTHS: dict(self.expected_lengths)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Order the work as when this state was saved."""
+        """Schedule the work as when this state was saved."""
         self.expected_lengths = dict(state.get(EXPECTED_LENGTHS, {}))
 
     @property
     def notices(self) -> list[str]:
-        """Reasons why decoding is slower than it could be on this device, if it is."""
+        """Reasons why decoding is slower than it could be on this device, if any."""
         reasons = [self._kept_slots.graph.reason] if self._kept_slots is not None else []
         return [reason for reason in reasons if reason is not None]
 
@@ -139,7 +139,7 @@ class NativeEngine(Sampler):
     def _open(
         self, prompts: Sequence[Prompt], schedule: Schedule, *, group_size: int, sampling: SamplingParams, seed: int
     ) -> DecodeSlots:
-        """The slots of a request; on a GPU those of the last one, if they fit."""
+        """The slots of a request; on a GPU those of the last request are reused if they fit."""
         keys_N = completion_keys(seed, [prompt.id for prompt in prompts], group_size)
         slots = schedule.batch_size
         decode_slots = self._kept_slots
@@ -168,7 +168,7 @@ class NativeEngine(Sampler):
 
 
 class _Request:
-    """One call of the engine, from its first prompt read to its last group complete."""
+    """One call of the engine, from reading the first prompt to completing the last group."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class _Request:
 
     @torch.inference_mode()
     def advance(self, num_tokens: int) -> list[tuple[int, Group]]:
-        """Draw `num_tokens` tokens for every completion in a slot; returns the groups that are complete then."""
+        """Draw `num_tokens` tokens for every completion in a slot; returns the groups that this completes."""
         while admission := self._schedule.admit():
             self._begin(admission)
             complete = self._collect()
@@ -219,7 +219,7 @@ class _Request:
             self._draw_first(admission, {p: completions_of[p] for p in entries})
 
     def _draw_first(self, admission: Admission, completions_of: dict[int, list[int]]) -> None:
-        """Begin completions of these prompts, which have been read; of each the places in the admission are given."""
+        """Begin completions of these prompts, which have been read; the dict gives their places in the admission."""
         if not completions_of:
             return
         chosen = [k for ks in completions_of.values() for k in ks]
@@ -256,7 +256,7 @@ class _Request:
         return Group(prompt=self._prompts[p], completions=tuple(self._slots.buffer.completions(indices)))
 
     def _prefill_batches(self, entries: dict[int, int]) -> Iterator[dict[int, int]]:
-        """Cut new prompts into batches of at most `prefill_tokens` tokens, those of similar length together."""
+        """Cut new prompts into batches of at most `prefill_tokens` tokens, with similar lengths together."""
         batch: dict[int, int] = {}
         tokens = 0
         for p in sorted(entries, key=lambda p: -len(self._prompts[p].token_ids)):

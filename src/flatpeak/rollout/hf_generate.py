@@ -1,8 +1,8 @@
-"""The fallback engine for architectures that the native one refuses: transformers' `generate`, left-padded.
+"""The fallback engine for architectures that the native engine refuses: transformers' `generate`, left-padded.
 
-A request is cut into chunks, each of which is one call of `generate`. Tokens are drawn by a logits processor that
-leaves `generate` one choice, and completions ended by a stopping criterion, both over the native engine's
-`CompletionBuffer`: the two engines share everything but the forward pass.
+A request is cut into chunks, and each chunk is one call of `generate`. A logits processor draws tokens and leaves
+`generate` one choice; a stopping criterion ends completions. Both use the native engine's `CompletionBuffer`, so that
+the two engines share everything but the forward pass.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 class GenerateEngine(Sampler):
     """A Sampler over any causal model of transformers.
 
-    `generate` runs the model and its cache; tokens are chosen, and completions ended, by the same code as in the native
-    engine: same random numbers, filters, stop strings and log-probs, and no `[N, T, V]` logits kept. The model's own
-    generation config (its temperature, penalties, suppressed tokens, ...) has no effect. The caller's random state is
-    not read or changed.
+    `generate` runs the model and its cache; the native engine's code chooses tokens and ends completions: same random
+    numbers, filters, stop strings and log-probs, and no `[N, T, V]` logits are kept. The model's generation config
+    (temperature, penalties, suppressed tokens, ...) has no effect. The caller's random state is neither read nor
+    changed.
 
-    Prompts are padded on the left and each is read once per completion, so logits depend on the batch in their last
-    bits, and a token may rarely differ with it; where that matters use the native engine.
+    Prompts are padded on the left and read once per completion, so the last bits of logits depend on the batch, and in
+    rare cases a token does too; use the native engine if that matters.
     """
 
     def __init__(self, model: Any, tokenizer: Tokenizer, *, eos_token_ids: Set[int], max_rows: int = 512):
@@ -78,8 +78,8 @@ class GenerateEngine(Sampler):
         self._model.generate(
             input_ids=ids_PL.repeat_interleave(copies, dim=0).to(device),
             attention_mask=mask_PL.repeat_interleave(copies, dim=0).to(device),
-            # No end-of-sequence token here: the buffer ends completions, and the pad token that generate asks for with
-            # one does not exist in every tokenizer.
+            # No end-of-sequence token here: the buffer ends completions, and with one generate would require a pad
+            # token, which some tokenizers lack.
             generation_config=GenerationConfig(max_new_tokens=buffer.max_new_tokens, do_sample=False, use_cache=True),
             logits_processor=LogitsProcessorList([_DrawnToken(buffer)]),
             stopping_criteria=StoppingCriteriaList([_EndedCompletions(buffer)]),
@@ -88,7 +88,7 @@ class GenerateEngine(Sampler):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """Completions decoded side by side: the same copies of each of some prompts."""
+    """Completions decoded side by side: the same copies of each of several prompts."""
 
     prompts: tuple[int, ...]
     """Indices of the prompts."""
@@ -99,7 +99,7 @@ class Chunk:
 def plan_chunks(prompt_lengths: Sequence[int], *, group_size: int, max_rows: int) -> list[Chunk]:
     """Cut P * G completions into chunks of at most `max_rows`, prompts of similar length together, longest first.
 
-    A group is cut only where it alone is larger than `max_rows`.
+    A group is cut only if it is larger than `max_rows` by itself.
     """
     order = sorted(range(len(prompt_lengths)), key=lambda p: -prompt_lengths[p])
     copies_at_once = min(group_size, max_rows)
@@ -115,7 +115,7 @@ def plan_chunks(prompt_lengths: Sequence[int], *, group_size: int, max_rows: int
 
 
 class _DrawnToken(LogitsProcessor):
-    """Draws each next token, and leaves generate's argmax this one choice."""
+    """Draws each next token, and leaves generate's argmax no other choice."""
 
     def __init__(self, buffer: CompletionBuffer):
         self._buffer = buffer
@@ -142,7 +142,7 @@ class _EndedCompletions(StoppingCriteria):
 
 
 def _left_padded(prompts_P: list[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask, int64 [P, L]; the padding on the left is masked, so that any id will do."""
+    """Token ids and attention mask, int64 [P, L]; the padding on the left is masked, so any id will do."""
     longest = max(len(ids) for ids in prompts_P)
     ids_PL = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in prompts_P])
     mask_PL = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts_P])
@@ -151,7 +151,7 @@ def _left_padded(prompts_P: list[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _evaluation_mode(model: Any) -> Iterator[None]:
-    """Evaluation mode for all modules, and afterwards each module's own mode again."""
+    """Evaluation mode for all modules; afterwards each module's previous mode is restored."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -163,7 +163,7 @@ def _evaluation_mode(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _default_generation_config(model: Any) -> Iterator[None]:
-    """Hide the model's generation config: generate fills every setting that a caller leaves unset from it."""
+    """Hide the model's generation config, from which generate would fill every setting that a caller leaves unset."""
     own = model.generation_config
     model.generation_config = GenerationConfig()
     try:

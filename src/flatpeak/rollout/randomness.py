@@ -1,8 +1,8 @@
-"""Random numbers as a function of where they are used, so that no draw depends on which draws came before it.
+"""Random numbers as a function of where they are used, so that no draw depends on earlier draws.
 
 A completion's key hashes (seed, prompt id, index in group); the number at a position is the key's SplitMix64 stream
 read at that position (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"; finalizer:
-Stafford's variant 13). Nothing is carried from one call to the next, so batch size, order and device cannot change a
+Stafford's variant 13). No state passes from one call to the next, so batch size, order and device cannot change a
 number.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def _signed(value: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit integer: torch multiplies and adds modulo 2^64 on int64."""
+    """The int64 with the bits of an unsigned 64-bit integer: torch multiplies and adds int64 modulo 2^64."""
     value %= 1 << 64
     return value - (1 << 64) if value >= 1 << 63 else value
 
@@ -27,9 +27,9 @@ _MULTIPLIER_2 = _signed(0x94D049BB133111EB)
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed in [0, 2^63) from any integers and strings: the same on every machine, different for different parts.
+    """A seed in [0, 2^63) from any integers and strings: equal on every machine, different for different parts.
 
-    Type and length of a part are hashed with it (BLAKE2b), so ("ab", "c"), ("a", "bc") and (1,), ("1",) all differ.
+    The hash (BLAKE2b) covers each part's type and length, so ("ab", "c") and ("a", "bc"), and (1,) and ("1",), differ.
     """
     digest = blake2b(digest_size=8)
     for value in parts:
@@ -42,9 +42,9 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def completion_keys(seed: int, prompt_ids: Sequence[str], group_size: int) -> Tensor:
-    """int64 [P * G]: the key of each completion, a prompt's side by side; from (seed, prompt id, index in group) alone.
+    """int64 [P * G]: the key of each completion, prompt by prompt; from (seed, prompt id, index in group) alone.
 
-    The same id twice means the same keys twice: ids are unique within a task.
+    A repeated id would repeat its keys: ids are unique within a task.
     """
     bases_P = torch.tensor([derive_seed("row", seed, prompt_id) for prompt_id in prompt_ids], dtype=torch.int64)
     index_G = torch.arange(1, group_size + 1, dtype=torch.int64)
@@ -58,7 +58,7 @@ def uniforms(keys_R: Tensor, positions_R: Tensor | int) -> Tensor:
 
 
 def _mix(values: Tensor) -> Tensor:
-    """SplitMix64's finalizer, a bijection of 64-bit integers in which every input bit moves every output bit."""
+    """SplitMix64's finalizer, a bijection of 64-bit integers in which every input bit affects every output bit."""
     values = (values ^ _shift(values, 30)) * _MULTIPLIER_1
     values = (values ^ _shift(values, 27)) * _MULTIPLIER_2
     return values ^ _shift(values, 31)

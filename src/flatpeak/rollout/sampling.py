@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
-"""A token is located among blocks of this many, then within one: 50 times faster at V = 32k than one long cumsum."""
+"""A token is located among blocks of this size, then within one: 50 times faster at V = 32k than one long cumsum."""
 CANDIDATES = 128
-"""top-p sorts this many of the largest first, and 16 times more in the rows where that was not enough."""
+"""top-p first sorts this many of the largest weights, and 16 times more in rows for which that was not enough."""
 ROUNDING = 1e-6
-"""float32 probabilities are off by about this much in sum: a set this close below top_p has reached it."""
+"""Sums of float32 probabilities are off by about this much: a set this close below top_p has reached it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,7 @@ class Draw:
     logprobs_R: Tensor
     """float32 [R]: full-vocabulary log-softmax at the temperature (at 1 where the temperature is 0)."""
     filtered_logprobs_R: Tensor | None
-    """float32 [R]: under the filtered, renormalized distribution; None where nothing was filtered."""
+    """float32 [R]: under the filtered, renormalized distribution; None if nothing was filtered."""
 
 
 def draw(
@@ -41,8 +41,8 @@ def draw(
 ) -> Draw:
     """Draw a token per row from softmax(logits / temperature), after top-k and then top-p; temperature 0 is argmax.
 
-    `forbidden` (bool [R, V]) are tokens that are not drawn. They stay in the stored log-prob, which is the one the
-    trainer recomputes: always over the full vocabulary, before any filter. Ties go to the lower token id.
+    `forbidden` (bool [R, V]) marks tokens that must not be drawn. The stored log-prob includes them, as the trainer
+    recomputes it over the full vocabulary, before any filter. Ties go to the lower token id.
     """
     allowed_RV = logits_RV if forbidden is None else logits_RV.masked_fill(forbidden, -torch.inf)
     if temperature == 0:
@@ -89,7 +89,7 @@ def filter_weights(weights_RV: Tensor, *, top_k: int = 0, top_p: float = 1.0) ->
 def choose_tokens(weights_RV: Tensor, uniforms_R: Tensor) -> tuple[Tensor, Tensor]:
     """The first token at which the cumulative weight exceeds u times the total: (tokens int64 [R], totals float64 [R]).
 
-    Sums are float64 and a token of weight 0 is never chosen, whatever u in [0, 1) and however sums round.
+    Sums are float64, and a token of weight 0 is never chosen, for any u in [0, 1) and any rounding of sums.
     """
     blocks_RB = _block_sums(weights_RV)
     totals_R = blocks_RB.sum(-1, dtype=torch.float64)
@@ -98,13 +98,13 @@ def choose_tokens(weights_RV: Tensor, uniforms_R: Tensor) -> tuple[Tensor, Tenso
         return block_R, totals_R
     last = weights_RV.shape[-1] - 1
     index_RK = block_R[:, None] * BLOCK + torch.arange(BLOCK, device=weights_RV.device)
-    # Past the end of a short last block its last token repeats: found there, it is that token.
+    # Past the end of a short last block, its last token repeats: an index there means that token.
     inner_R, _ = _locate(weights_RV.gather(1, index_RK.clamp(max=last)), rest_R)
     return (block_R * BLOCK + inner_R).clamp(max=last), totals_R
 
 
 def _block_sums(weights_RV: Tensor) -> Tensor:
-    """Sums over blocks of BLOCK tokens, the last one short; a small vocabulary is its own blocks."""
+    """Sums over blocks of BLOCK tokens, the last one short; for a small vocabulary, the weights themselves."""
     vocabulary = weights_RV.shape[-1]
     if vocabulary <= 4 * BLOCK:
         return weights_RV
@@ -118,9 +118,9 @@ def _block_sums(weights_RV: Tensor) -> Tensor:
 def _locate(weights_RK: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
     """The first index whose cumulative weight exceeds the target, and how far the target reaches into it.
 
-    Where the target is not below the total (sums round), it is set just below: cumulative[i - 1] <= target <
-    cumulative[i] then holds for some i, whose weight is therefore positive. NaN weights give some index in range, so
-    that a diverged model ends in an error about its log-probs and not in an illegal memory access.
+    If rounding puts the target at or above the total, it is set just below: cumulative[i - 1] <= target < cumulative[i]
+    then holds for some i, whose weight is therefore positive. NaN weights give some index in range, so that a diverged
+    model ends in an error about its log-probs instead of an illegal memory access.
     """
     cumulative_RK = weights_RK.cumsum(-1, dtype=torch.float64)
     total_R = cumulative_RK[:, -1]
@@ -149,8 +149,8 @@ def _smallest_set(weights_RV: Tensor, needed_R: Tensor, candidates: int) -> Tens
 def _keep_largest(weights_RV: Tensor, counts_R: Tensor, sorted_RK: Tensor) -> Tensor:
     """Zero all but each row's `counts_R` largest weights, ties to lower ids.
 
-    `sorted_RK` has the largest in descending order, one more than is kept where there is one more. Selecting by value
-    and then counting ties makes the set a function of the weights alone, which topk's own choice among ties is not.
+    `sorted_RK` has the largest in descending order, including one more than is kept, if there is one. Selecting by
+    value and then counting ties makes the set depend on the weights alone; topk's choice among ties would not.
     """
     threshold_R1 = sorted_RK.gather(1, counts_R[:, None] - 1)
     kept_RV = weights_RV.masked_fill(weights_RV < threshold_R1, 0.0)

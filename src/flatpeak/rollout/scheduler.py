@@ -1,8 +1,8 @@
-"""The schedule of a request, which completion is decoded in which slot: pure bookkeeping on integers.
+"""The schedule of a request, that is, which completion is decoded in which slot: only integers, no tensors.
 
-A request is closed: all its completions are known at its start. Those expected to be long begin first, so that none of
-them is left to be decoded alone at the end; freed slots are filled from the queue; and once the queue is empty the
-completions that are left move together, so that a step costs no more than they need.
+A request is closed: all its completions are known at its start. Completions expected to be long begin first, so that
+none of them is decoded alone at the end. Freed slots are filled from the queue; once the queue is empty, the remaining
+completions move together, so that a step costs no more than they need.
 
 Completion p * G + g is number g of the group of prompt p.
 """
@@ -37,9 +37,9 @@ class Compaction:
 
 
 def longest_first(prompt_lengths: Sequence[int], expected: Sequence[float | None]) -> list[int]:
-    """The order of the prompts: the longest expected completions first, those of unknown length among the middle ones.
+    """The order of the prompts: longest expected completions first; prompts without an expectation go in the middle.
 
-    Where no length is expected, prompts stand by their own length, which costs nothing and fills prefills evenly.
+    If no length is expected at all, the longest prompts come first, which costs nothing and fills prefills evenly.
     """
     known = sorted(length for length in expected if length is not None)
     middle = known[len(known) // 2] if known else 0.0
@@ -68,12 +68,12 @@ class Schedule:
         self._entry_of: dict[int, int] = {}
         self._num_slots = min(num_slots, len(self._queue))
         self.num_entries = min(len(order), self._num_slots + 1)
-        """Prompts in use at once: one in every slot, and one whose completions so far have ended while others wait."""
+        """Prompts in use at once: one per slot, and one whose begun completions have ended while others wait."""
         self._free_entries = list(range(self.num_entries))[::-1]
         self.completion_in: dict[int, int] = {}
         """The completion in each occupied slot."""
         self.batch_size = self.batch_size_for(self._num_slots)
-        """The number of slots that a step decodes: the first ones."""
+        """The number of slots that a step decodes, starting at the first."""
 
     @property
     def done(self) -> bool:
@@ -85,7 +85,7 @@ class Schedule:
         return next(size for size in self._batch_sizes if size >= count)
 
     def admit(self) -> Admission | None:
-        """Fill free slots from the queue: as soon as an eighth of them is free, as every filling reads prompts."""
+        """Fill free slots from the queue once an eighth of them is free, because every filling reads prompts."""
         free = self._num_slots - len(self.completion_in)
         if not self._queue or (self.completion_in and free < min(len(self._queue), max(1, self._num_slots // 8))):
             return None
@@ -99,7 +99,7 @@ class Schedule:
         return Admission(completions=completions, slots=slots, entries=entries, new_prompts=new_prompts)
 
     def end(self, slots: Sequence[int]) -> list[int]:
-        """Free the slots of completions that have ended; returns the prompts whose groups are complete with that."""
+        """Free the slots of ended completions; returns the prompts whose groups this completes."""
         complete = []
         for slot in slots:
             prompt = self.completion_in.pop(slot) // self._group_size
@@ -110,7 +110,7 @@ class Schedule:
         return complete
 
     def compact(self) -> Compaction | None:
-        """Move what is left together, if the queue is empty and few enough are left."""
+        """Move the remaining completions together, if the queue is empty and few enough remain."""
         if self._queue or not self.completion_in or len(self.completion_in) > self._compact_below * self.batch_size:
             return None
         smaller = self.batch_size_for(len(self.completion_in))
@@ -120,12 +120,12 @@ class Schedule:
         slots, self.completion_in = _densely(self.completion_in)
         entries, prompt_in = _densely({entry: prompt for prompt, entry in self._entry_of.items()})
         self._entry_of = {prompt: entry for entry, prompt in prompt_in.items()}
-        self._free_entries = []  # no prompt is read any more
+        self._free_entries = []  # no more prompts will be read
         return Compaction(slots=slots, entries=entries, idle=list(range(len(self.completion_in), smaller)))
 
 
 def _densely(occupied: Mapping[int, int]) -> tuple[tuple[list[int], list[int]], dict[int, int]]:
-    """The fewest moves (sources, targets) that leave indices 0, 1, ... without a hole, and what is where after them."""
+    """The fewest moves (sources, targets) that leave indices 0, 1, ... without a gap, and the resulting occupancy."""
     sources = [index for index in occupied if index >= len(occupied)]
     targets = [index for index in range(len(occupied)) if index not in occupied]
     moves = dict(zip(sources, targets, strict=True))

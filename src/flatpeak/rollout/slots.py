@@ -1,9 +1,9 @@
 """The memory of a request while it is decoded: the completions drawn so far, and the slots that draw the next token.
 
-A `CompletionBuffer` holds what has been drawn for N completions, by completion. `DecodeSlots` maps S slots to them and
-makes a step: one forward pass of the decoder and one draw, for all slots, in place. Neither decides anything: which
-completion is in which slot is the schedule's (scheduler.py). No tensor is read on the host within a step, so that a
-step can be captured as a CUDA graph; ends are read between steps.
+A `CompletionBuffer` stores what has been drawn for N completions, by completion. `DecodeSlots` maps S slots to them and
+makes steps: one forward pass of the decoder and one draw for all slots, in place. The schedule decides which completion
+is in which slot (scheduler.py). A step reads no tensor on the host, so that it can be captured as a CUDA graph; ends of
+completions are read between steps.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class CompletionBuffer:
-    """Tokens and log-probabilities of N completions, each at a position of its own.
+    """Tokens and log-probabilities of N completions, each with its own position.
 
-    Completion N is a dummy, which takes what idle slots draw, so that every slot can draw in every step. Tensors are
-    written in place, without a look at their values, so that a step can be captured in a graph.
+    Completion N is a dummy that receives what idle slots draw, so that every slot can draw in every step. Tensors are
+    written in place without reading their values, so that a step can be captured in a graph.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class CompletionBuffer:
         self.lengths_N = torch.zeros(self.count + 1, dtype=torch.int64, device=device)
         """int64 [N + 1]: tokens drawn so far."""
         self.ended_N = torch.zeros(self.count + 1, dtype=torch.bool, device=device)
-        """bool [N + 1]: at an end-of-sequence token, a stop string or the cap."""
-        self._stopped_N = torch.zeros_like(self.ended_N)  # ended, and not at the cap
+        """bool [N + 1]: whether it ended, at an end-of-sequence token, a stop string or the cap."""
+        self._stopped_N = torch.zeros_like(self.ended_N)  # ended before the cap
         self._ends_V: Tensor | None = None
-        self._histories: list[list[int]] = [[] for _ in range(self.count)]  # filled only where there are stop strings
+        self._histories: list[list[int]] = [[] for _ in range(self.count)]  # filled only if there are stop strings
 
     @property
     def step_state(self) -> list[Tensor]:
-        """Tensors that say which token comes next, and that every draw changes."""
+        """Tensors that determine the next token, and that every draw changes."""
         return [self.lengths_N, self.ended_N, self._stopped_N]
 
     @property
@@ -76,7 +76,7 @@ class CompletionBuffer:
 
     @property
     def plain_draws(self) -> dict[str, Any] | None:
-        """The inputs and outputs of a draw, by name; None where it is not one from softmax(logits / temperature)."""
+        """The inputs and outputs of a draw, by name; None unless it draws from softmax(logits / temperature)."""
         if self._sampling.temperature == 0 or self._sampling.filtered or self._sampling.min_new_tokens:
             return None
         return {
@@ -91,14 +91,14 @@ class CompletionBuffer:
         }
 
     def restart(self, keys_N: Tensor) -> None:
-        """Draw anew, for as many completions, in the same memory."""
+        """Reset for the same number of completions, in the same memory."""
         self._keys_N[:-1] = keys_N.to(self._keys_N.device)
         for tensor in self.step_state:
             tensor.zero_()
         self._histories = [[] for _ in range(self.count)]
 
     def draw(self, logits_RV: Tensor, completion_R: Tensor) -> Tensor:
-        """Draw and record the next token of these completions (int64 [R], none that has ended, the dummy repeatedly).
+        """Draw and record the next token of these completions (int64 [R], not ended; the dummy may repeat).
 
         Returns the tokens, int64 [R]. No value is read on the host unless a filter is on.
         """
@@ -121,11 +121,11 @@ class CompletionBuffer:
         self._stopped_N.index_copy_(0, completion_R, stopped_R)
         self.ended_N.index_copy_(0, completion_R, stopped_R | (lengths_R == self.max_new_tokens))
         self.lengths_N.index_copy_(0, completion_R, lengths_R)
-        self.lengths_N[-1:].zero_()  # the dummy stays at its first position, and so never past the last
+        self.lengths_N[-1:].zero_()  # the dummy stays at its first position, so it never passes the last
         return drawn.tokens_R
 
     def end_at_stop_strings(self, completions: Sequence[int]) -> None:
-        """End those of these completions in which a stop string was completed since the last call."""
+        """End the completions among these in which a stop string was completed since the last call."""
         if self._stop_strings is None or not completions:
             return
         lengths = self.lengths_N[: self.count].tolist()
@@ -173,7 +173,7 @@ class CompletionBuffer:
         ]
 
     def _forbidden(self, logits_RV: Tensor, drawn_R: Tensor) -> Tensor | None:
-        """bool [R, V]: the end-of-sequence tokens that come too early; None where none can."""
+        """bool [R, V]: the end-of-sequence tokens that would come too early; None if there are none."""
         if not self._sampling.min_new_tokens:
             return None
         if self._ends_V is None:
@@ -187,9 +187,9 @@ def _cut(values_KT: Tensor, lengths: Sequence[int]) -> list[list]:  # type: igno
 
 
 class DecodeSlots:
-    """The slots of a request, each with its completion and that one's newest token.
+    """The slots of a request, each with its completion and that completion's newest token.
 
-    On a GPU they outlive their request, so that graphs captured on their tensors can be replayed for the next one.
+    On a GPU they outlive their request, so that the next one can replay graphs captured on their tensors.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class DecodeSlots:
     ) -> None:
         self.buffer = buffer
         self.request_key = (buffer.count, sampling, slots, max_rows)
-        """The properties of a request that these slots fit, which the next one must share to use them again."""
+        """The properties of a request that these slots fit; the next request must have the same to reuse them."""
         self._decoder = decoder
         self.cache: Any = None
         """The decoder's memory of keys and values (a DecodeState)."""
@@ -206,7 +206,7 @@ class DecodeSlots:
         self._completion_S = torch.full((slots,), self._dummy, device=decoder.device)
         self._tokens_S = torch.zeros_like(self._completion_S)
         self._logits_SV: Tensor | None = None
-        # Filters look at values on the host, which a captured step cannot: there the forward pass alone is captured.
+        # Filters read values on the host, which a captured step cannot: then only the forward pass is captured.
         self._draws_apart = sampling.filtered
         self.graph = GraphedStep(
             self._forward if self._draws_apart else self._forward_and_draw,
@@ -216,7 +216,7 @@ class DecodeSlots:
         )
 
     def open(self, cache: Any) -> None:
-        """Begin a request on this memory."""
+        """Begin a request with this cache."""
         self.cache = cache
         drawing = getattr(cache, "drawing", None)
         self._draw_tokens = self.buffer.draw if drawing is None else drawing(self.buffer)
@@ -225,7 +225,7 @@ class DecodeSlots:
         self.graph.begin()
 
     def close(self) -> None:
-        """Free the memory now: an object that refers to itself would wait for the garbage collector."""
+        """Free the memory now: self-references would keep it until the garbage collector runs."""
         del self.graph, self.cache, self.buffer, self._draw_tokens
 
     def begin(self, slots: Sequence[int], completions: Sequence[int], logits_KV: Tensor) -> None:
@@ -242,11 +242,11 @@ class DecodeSlots:
             self._draw(self._logits_SV[:batch_size])
 
     def vacate(self, slots: Sequence[int]) -> None:
-        """Leave these slots to the dummy completion."""
+        """Assign these slots to the dummy completion."""
         self._completion_S[self._index(slots)] = self._dummy
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Let completions go on in other slots."""
+        """Let completions continue in other slots."""
         sources_K, targets_K = self._index(sources), self._index(targets)
         for tensor in (self._completion_S, self._tokens_S):
             tensor[targets_K] = tensor[sources_K]
@@ -266,7 +266,7 @@ class DecodeSlots:
         self._completion_S[: len(logits_RV)] = self._unless_ended(completion_R)
 
     def _unless_ended(self, completion_R: Tensor) -> Tensor:
-        """The same completions, with the dummy in the place of each that has ended."""
+        """The same completions, with the dummy in place of those that have ended."""
         return completion_R.masked_fill(self.buffer.ended_N.index_select(0, completion_R), self._dummy)
 
     def _step_state(self) -> list[Tensor]:
@@ -281,7 +281,7 @@ class DecodeSlots:
 
 
 def check_request(prompts: Sequence[Prompt], group_size: int, sampling: SamplingParams, max_rows: int) -> None:
-    """Raise a UserError where settings cannot work, or a prompt is empty."""
+    """Raise a UserError if settings cannot work, or if a prompt is empty."""
     wrong = [
         f"{name}={value}: {rule}"
         for name, value, holds, rule in (

@@ -12,8 +12,8 @@ from flatpeak.errors import UserError
 if TYPE_CHECKING:
     from flatpeak.protocols import Tokenizer
 
-_REPLACEMENT = "�"  # what bytes that are no whole character decode to
-_CONTEXT = 8  # tokens decoded beside those a stop string can span, so that few tails need a second, longer decode
+_REPLACEMENT = "�"  # the decoding of bytes that are not a whole character
+_CONTEXT = 8  # tokens decoded beyond those that a stop string can span, so that few tails need a second, longer decode
 
 
 def is_end_of_sequence(tokens: Tensor, eos_tokens_K: Tensor) -> Tensor:
@@ -22,10 +22,10 @@ def is_end_of_sequence(tokens: Tensor, eos_tokens_K: Tensor) -> Tensor:
 
 
 class StopStrings:
-    """Finds the token that completes a stop string, looking at text and decoding only where a token could do it.
+    """Finds the token that completes a stop string; decodes text only if a token could complete one.
 
-    Text is decoded with special tokens, so that "<|im_end|>" can be a stop string too. A stop string may begin and end
-    in the middle of tokens, and its characters may be split over byte tokens.
+    Text is decoded with special tokens, so that "<|im_end|>" can be a stop string. A stop string may begin and end in
+    the middle of tokens, and its characters may be split over byte tokens.
     """
 
     def __init__(self, strings: Sequence[str], tokenizer: Tokenizer):
@@ -39,25 +39,25 @@ class StopStrings:
         self._candidates: dict[int, bool] = {}
 
     def first_completed(self, tokens: Sequence[int], positions: Iterable[int]) -> int | None:
-        """The first of these positions whose token completes a stop string in the text so far; None if none does."""
+        """The first of these positions whose token completes a stop string in the text so far, or None."""
         for position in positions:
             if self._is_candidate(tokens[position]) and self._completes(tokens, position):
                 return position
         return None
 
     def _is_candidate(self, token: int) -> bool:
-        """Whether a stop string's last character can come from this token: most tokens cost no more than a look-up."""
+        """Whether a stop string's last character can come from this token; for most tokens this is only a look-up."""
         known = self._candidates.get(token)
         if known is None:
             text = self._decode([token])
-            # Alone, a token may lose its leading space, and part of a character shows as U+FFFD: look closer at these.
+            # Alone, a token may lose its leading space, and part of a character becomes U+FFFD: decode to check.
             uncertain = not text or _REPLACEMENT in text or " " in self._last_characters
             known = uncertain or not self._last_characters.isdisjoint(text)
             self._candidates[token] = known
         return known
 
     def _completes(self, tokens: Sequence[int], position: int) -> bool:
-        """Whether a stop string ends in the token at `position`, by decoding as few tokens before it as suffice."""
+        """Whether the token at `position` completes a stop string; decodes as few tokens before it as possible."""
         length = self._span + _CONTEXT
         while True:
             start = max(0, position - length)
@@ -71,10 +71,10 @@ class StopStrings:
             length *= 2
 
     def _is_conclusive(self, text: str, shared: int) -> bool:
-        """Whether tokens further back could not change the result in `text`, whose first `shared` characters are old.
+        """Whether earlier tokens could not change the result in `text`, whose first `shared` characters are old.
 
-        A tail that begins inside a character decodes to U+FFFD there, and in byte-fallback vocabularies up to the next
-        token that is no byte. What stands after a clean character is as it is in the whole text.
+        A tail that begins inside a character decodes to U+FFFD there; in byte-fallback vocabularies, up to the next
+        token that is not a byte. After a clean character, the text is the same as in the whole text.
         """
         clean = text.rstrip(_REPLACEMENT)
         if clean != text:
@@ -86,7 +86,7 @@ class StopStrings:
 
 
 def _shared_prefix(first: str, second: str) -> int:
-    """The number of characters that two texts begin with in common."""
+    """The length of the common prefix of two texts."""
     if second.startswith(first):
         return len(first)
     return next(

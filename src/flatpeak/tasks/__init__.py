@@ -1,4 +1,4 @@
-"""Tasks: data sets of questions with gold answers, and the prompts made of them."""
+"""Tasks: data sets of questions with gold answers, and the prompts made from them."""
 
 from typing import TYPE_CHECKING
 

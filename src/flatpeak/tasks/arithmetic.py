@@ -1,6 +1,6 @@
-"""Generated arithmetic: integer sums, and Countdown (a target from given numbers), which is also published.
+"""Generated arithmetic: integer sums, and Countdown (reach a target with given numbers), which is also published.
 
-Arithmetic is the smallest task on which a whole run works. Countdown is the task of TinyZero.
+Arithmetic is the smallest task for a complete run. Countdown is the task of TinyZero.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _BLOCK_SIZE: Final = 1 << 18
 _MAX_MAGNITUDE: Final = 10**9
 """The largest absolute value of a partial result; candidates beyond it are rejected."""
 _MAX_FRUITLESS_BLOCKS: Final = 8
-"""The search ends after this many blocks in a row without a new problem."""
+"""The search ends after this many consecutive blocks without a new problem."""
 
 Problem = tuple[int, str, int]
 """Operand, operator, operand."""
 
 
 class ArithmeticConfig(StrictConfig):
-    """Integer arithmetic, generated: seeded, with train and held-out problems disjoint."""
+    """Generated integer arithmetic: seeded, with disjoint train and held-out problems."""
 
     type: Literal["arithmetic"] = "arithmetic"
     min_value: int = 0
@@ -50,7 +50,7 @@ class ArithmeticConfig(StrictConfig):
     max_value: int = 99
     """The largest operand."""
     operators: tuple[Literal["+", "-", "*"], ...] = ("+",)
-    """The operations; each problem has one of them."""
+    """The possible operations; each problem has one of them."""
     train_size: Annotated[int, Field(ge=1)] = 8000
     """The number of training problems."""
     test_size: Annotated[int, Field(ge=1)] = 500
@@ -58,15 +58,15 @@ class ArithmeticConfig(StrictConfig):
     question: str = "{a}{op}{b}="
     """Python format string with fields a, op, b."""
     rationale: str = "{answer}"
-    """The SFT target: fields a, op, b, answer; "{a}{op}{b}={answer}\\n#### {answer}" has GSM8K's layout."""
+    """The SFT target, with fields a, op, b, answer; "{a}{op}{b}={answer}\\n#### {answer}" has GSM8K's layout."""
     seed: int = 0
-    """The seed of the problems and of their order."""
+    """The seed of the problems and their order."""
 
     def load(self) -> ExampleTask:
         """Draw train and test problems without replacement from all a, op, b of the range.
 
-        A problem whose twin `b op a` is held out is not trained on: they have the same answer. UserError where the
-        range cannot supply both sizes, or a format string has a wrong field.
+        If `b op a` is held out, `a op b` is not used for training: they have the same answer. UserError if the range
+        cannot supply both sizes, or if a format string has a wrong field.
         """
         operators = tuple(dict.fromkeys(self.operators))
         values = self.max_value - self.min_value + 1
@@ -143,19 +143,20 @@ def _arithmetic_example(problem: Problem, config: ArithmeticConfig) -> Example:
 
 
 class CountdownTaskConfig(StrictConfig):
-    """Countdown: make `target` of `nums`, each used once. Generated, or `Jiayi-Pan/Countdown-Tasks-3to4`."""
+    """Countdown: make `target` from `nums`, using each once. Generated, or `Jiayi-Pan/Countdown-Tasks-3to4`."""
 
     type: Literal["countdown"] = "countdown"
     source: Literal["generated", "published"] = "generated"
-    """generated: problems are made here. published: they are read from `Jiayi-Pan/Countdown-Tasks-3to4`, or `path`."""
+    """generated: flatpeak makes the problems. published: read them from `Jiayi-Pan/Countdown-Tasks-3to4`, or `path`."""
     path: str | None = None
     """Published rows in a file with columns `target` and `nums`; null loads them from the Hub."""
     train_size: Annotated[int, Field(ge=1)] = 327_680
     """The number of training problems; the default is TinyZero's."""
     test_size: Annotated[int, Field(ge=1)] = 1024
-    """The number of test problems; the default is TinyZero's. Of published rows, test follows train in the file."""
+    """The number of test problems; the default is TinyZero's. Published test rows follow the training rows in the
+    file."""
     counts: tuple[Annotated[int, Field(ge=2, le=4)], ...] = Field(default=(3, 4), min_length=1)
-    """Generated: how many numbers a problem may have."""
+    """Generated: how many numbers a problem can have."""
     min_number: Annotated[int, Field(ge=1)] = 1
     """Generated: the smallest of the numbers."""
     max_number: Annotated[int, Field(le=999)] = 99
@@ -173,7 +174,7 @@ class CountdownTaskConfig(StrictConfig):
     """Generated: the seed of the problems."""
 
     def load(self) -> ExampleTask:
-        """Generate or read the problems. Columns are `nums` and `target`, and `solution` of generated problems."""
+        """Generate or read the problems. Columns are `nums`, `target` and, for generated problems, `solution`."""
         check_fields(self.question, allowed=("nums", "target"), required=("nums", "target"), option="task.question")
         if self.source == "published":
             return _published(self)
@@ -189,7 +190,7 @@ class CountdownTaskConfig(StrictConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class _Drawn:
-    """N problems of up to K numbers, which their operations combine from left to right."""
+    """N problems of up to K numbers, combined by their operations from left to right."""
 
     nums_NK: _Integers
     """Zero beyond a problem's count."""
@@ -263,7 +264,7 @@ def _generate(config: CountdownTaskConfig) -> _Drawn:
                 f"task.{low}={getattr(config, low)} exceeds task.{high}={getattr(config, high)}: swap or widen them"
             )
     wanted = config.train_size + config.test_size
-    # A bit generator's own stream is the same in every version of NumPy; that of Generator's methods may change.
+    # A bit generator's raw stream is the same in every version of NumPy; Generator's methods may change.
     bits = np.random.PCG64(config.seed)
     blocks: list[_Drawn] = []
     keys_N = np.empty(0, dtype=np.int64)
@@ -288,7 +289,7 @@ def _generate(config: CountdownTaskConfig) -> _Drawn:
 
 
 def _draw_block(bits: np.random.PCG64, config: CountdownTaskConfig) -> _Drawn:
-    """The valid problems of a block of random candidates: whole partial results and a target in its range."""
+    """The valid problems in a block of random candidates: integer partial results, and a target within the range."""
     import numpy as np
 
     def integers(*shape: int, below: int) -> _Integers:
@@ -329,7 +330,7 @@ def _keys(drawn: _Drawn, config: CountdownTaskConfig) -> _Integers:
 
 
 def _published(config: CountdownTaskConfig) -> ExampleTask:
-    """The published rows in their order: train, then test. Training rows that ask what a test row asks are dropped."""
+    """The published rows in order: train, then test. Drops training rows with the same question as a test row."""
     sizes = f"task.train_size={config.train_size} and task.test_size={config.test_size}"
     wanted = config.train_size + config.test_size
     problems = [_countdown_problem(row) for row in islice(_countdown_rows(config), wanted)]

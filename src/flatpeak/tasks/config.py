@@ -1,6 +1,7 @@
-"""The union of all tasks' configurations, and the task that one of them describes.
+"""The union of all tasks' configurations, and the task that a configuration describes.
 
-Each configuration lies beside its task and loads it. None of these modules imports torch or `datasets` at the top.
+Each configuration is in the module of its task and loads it. None of these modules imports torch or `datasets` at the
+top.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ TaskConfig = Annotated[
 
 
 def build_task(config: TaskConfig) -> Task:
-    """Load or generate the configured task. UserError where its data is missing or broken."""
-    # The protocol's members are writable to a type checker, a frozen dataclass's are not.
+    """Load or generate the configured task. UserError if its data is missing or broken."""
+    # A type checker sees the protocol's members as writable, and those of a frozen dataclass as read-only.
     return cast("Task", config.load())
 
 
 def hub_datasets(config: TaskConfig) -> tuple[str, ...]:
-    """The names of the Hub data sets that a task reads; none where its data are local files, or generated."""
+    """The names of the Hub data sets that a task reads; empty if its data are local or generated."""
     names: tuple[str | None, ...] = ()
     match config:
         case ChoicesConfig() | RowsConfig():
@@ -69,13 +70,13 @@ def hub_datasets(config: TaskConfig) -> tuple[str, ...]:
             names = (COUNTDOWN_HUB_NAME,)
         case PreferencesConfig(path=None):
             names = (config.hub,)
-    # `datasets` reads a local directory by such a setting too.
+    # `datasets` also accepts a local directory here.
     named = [name for name in names if name and not (is_surely_local(name) or Path(name).is_dir())]
     return tuple(dict.fromkeys(named))
 
 
 def is_generated(config: TaskConfig) -> bool:
-    """Whether a task's problems come from a generator of flatpeak's own, and from no data set."""
+    """Whether a generator of flatpeak makes a task's problems, without a data set."""
     return isinstance(config, ArithmeticConfig) or (
         isinstance(config, CountdownTaskConfig) and config.source == "generated"
     )

@@ -1,4 +1,4 @@
-"""The task `custom`, made by a function of the user's, and the check of tasks that are not flatpeak's own."""
+"""The task `custom`, made by a user's function, and the check of tasks from outside flatpeak."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CustomTaskConfig(StrictConfig):
 
 
 def check_task(task: Any, *, where: str) -> Task:
-    """Check a task of any class; UserError for what is missing, empty or of the wrong type, and for repeated ids."""
+    """Check a task of any class; UserError if anything is missing, empty or of the wrong type, or if ids repeat."""
     missing = [name for name in ("name", "train", "test") if not hasattr(task, name)]
     if missing:
         raise UserError(f"{where}: a {type(task).__name__} without {missing[0]}; {_REQUIREMENT}")

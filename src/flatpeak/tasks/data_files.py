@@ -1,4 +1,4 @@
-"""Data sets: rows from files or the Hub, each with its position for error messages, and the tasks made of them."""
+"""Data sets: rows from files or the Hub, each with its position for error messages, and tasks made from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleTask:
-    """A task whose examples are in memory, or made on request by a sequence."""
+    """A task whose examples are in memory, or created on access by a sequence."""
 
     name: str
     """Names the task in metrics: `eval/<name>/accuracy`."""
@@ -33,7 +33,7 @@ class ExampleTask:
     test: Sequence[Example]
     """The held-out examples."""
     notices: tuple[str, ...] = ()
-    """Reports of what loading left out."""
+    """Messages about what loading left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class Row:
 
 
 class SourceConfig(StrictConfig):
-    """A source of rows: a file (JSONL, JSON, CSV, Parquet by its ending) or a Hub data set. Exactly one of the two."""
+    """A source of rows: either a file (its ending gives the format: JSONL, JSON, CSV, Parquet) or a Hub data set."""
 
     path: str | None = None
     """A JSONL, JSON, CSV or Parquet file; null: `hub`."""
@@ -62,8 +62,8 @@ class SourceConfig(StrictConfig):
     answer: str = "answer"
     """The column (or format string) of the gold answer."""
     answer_pattern: str | None = None
-    """A regular expression whose first group (else whole match) is the gold answer in that column; null: all of the
-    column."""
+    """A regular expression whose first group (or whole match, without groups) is the gold answer in that column; null:
+    the whole column."""
     rationale: str | None = None
     """A column or format string for the SFT target (fields: columns, and `gold`); null: no rationale."""
     id: str | None = None
@@ -109,7 +109,7 @@ def read_file(path: str, *, option: str) -> Iterator[Row]:
 
 
 def directory(path: str, *, option: str) -> Path:
-    """The directory that an option names. UserError where there is none."""
+    """The directory that an option names. UserError if it does not exist."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         problem = f"is a file; name the directory {folder.parent}" if folder.is_file() else "there is no such directory"
@@ -118,8 +118,8 @@ def directory(path: str, *, option: str) -> Path:
 
 
 def read_split(path: str, split: str, *, option: str) -> Iterator[Row]:
-    """The rows of one split in a directory: `SPLIT.jsonl` (or .json, .csv, .parquet), or the Hub's own layout, in which
-    `SPLIT-00000-of-00001.parquet` and so on lie there or under `data/`."""
+    """The rows of one split in a directory: `SPLIT.jsonl` (or .json, .csv, .parquet), or files in the Hub's layout,
+    `SPLIT-00000-of-00001.parquet` and so on, in the directory or its `data/`."""
     folder = directory(path, option=option)
     for ending in _ENDINGS:
         file = folder / f"{split}{ending}"
@@ -135,8 +135,8 @@ def read_split(path: str, split: str, *, option: str) -> Iterator[Row]:
 
 
 def read_objects(path: str, *, option: str) -> Iterator[Row]:
-    """The rows of a directory or .zip archive that holds one JSON object per .json file, at any depth, in the natural
-    order of their names (2.json before 10.json). `where` is the file's path in it."""
+    """The rows of a directory or .zip archive that holds one JSON object per .json file, at any depth, in natural order
+    of their names (2.json before 10.json). `where` is the file's path in it."""
     root = Path(path).expanduser()
     if root.is_dir():
         names = sorted((file.relative_to(root).as_posix() for file in root.rglob("*.json")), key=_natural_order)
@@ -156,7 +156,7 @@ def _objects(contents: Iterator[tuple[str, bytes]], root: Path) -> Iterator[Row]
 
 def _unzipped(file: Path) -> Iterator[tuple[str, bytes]]:
     with zipfile.ZipFile(file) as archive:
-        # An archive made on a Mac carries a shadow of every file.
+        # An archive made on a Mac contains a hidden companion of every file.
         names = [n for n in archive.namelist() if n.endswith(".json") and not n.startswith("__MACOSX/")]
         for name in sorted(names, key=_natural_order):
             try:
@@ -189,12 +189,12 @@ def _read_json(file: Path) -> Iterator[Row]:
 
 
 def read_csv_cells(file: Path, *, columns: Sequence[str]) -> Iterator[Row]:
-    """The rows of a CSV file without a header line, whose cells are `columns` in order."""
+    """The rows of a CSV file without a header line; the cells are `columns` in order."""
     return _read_csv(file, columns=columns)
 
 
 def _read_parquet(file: Path) -> Iterator[Row]:
-    # Imported here because it is slow; it is installed with `datasets`, whose format this is.
+    # Imported here because it is slow; it is installed with `datasets`, which uses this format.
     from pyarrow import ArrowException  # type: ignore[import-untyped]
     from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped]
 
@@ -230,7 +230,7 @@ def _read_csv(file: Path, *, columns: Sequence[str] | None = None) -> Iterator[R
 
 
 def read_hub(name: str, *, config: str | None, split: str, path_option: str) -> Iterator[Row]:
-    """The rows of a data set on the Hugging Face Hub; `path_option` is the option that takes a local copy instead."""
+    """The rows of a data set on the Hugging Face Hub; `path_option` is the option for a local copy."""
     from datasets import load_dataset  # imported here: slow, and a run on local files never needs it
 
     with hub_or_cache() as problem:
@@ -308,7 +308,7 @@ def _object(value: Any, *, where: str) -> dict[str, Any]:
 
 
 def slug(name: str) -> str:
-    """A subset's name without case, spaces and signs: `Counting & Probability` becomes `counting_and_probability`."""
+    """A subset's name without case, spaces and signs; `Counting & Probability` becomes `counting_and_probability`."""
     return "_".join(re.findall(r"[a-z0-9]+", name.casefold().replace("&", " and ")))
 
 
@@ -325,8 +325,8 @@ def known_slugs(names: Iterable[str], known: Collection[str], *, option: str) ->
 def shuffled(examples: Sequence[Example], size: int | None, *, seed: int, option: str) -> tuple[Example, ...]:
     """The examples in a seeded random order, cut to `size`.
 
-    Published files are sorted by subject; in random order the first rows, which periodic evaluations take, represent
-    all. UserError where there are fewer than `size`.
+    Published files are sorted by subject; in random order, the first rows, which periodic evaluations use, represent
+    all subjects. UserError if there are fewer than `size`.
     """
     if not examples:
         raise UserError(

@@ -1,12 +1,13 @@
-"""Decontamination: near-duplicate questions, the split that keeps them together, and overlap with an evaluation set.
+"""Decontamination: near-duplicate questions, a split that keeps them together, and overlap with an evaluation set.
 
-A training question overlaps an evaluation set if one of these holds, after case, punctuation and spacing are set aside:
+A training question overlaps an evaluation set if, ignoring case, punctuation and spacing,
 
 1. it equals an evaluation question;
-2. it contains `ngram` consecutive words (13) of one, or the whole of one that has fewer, but at least 8 (Brown et al.
-   2020, arXiv 2005.14165, appendix C). An n-gram that more than 10 evaluation questions share is wording, such as
-   "which of the following statements is true about the", and is ignored;
-3. its word set, numbers masked, has a Jaccard similarity of at least `similarity` (0.8) to that of one.
+2. it contains `ngram` (13) consecutive words of an evaluation question, or the whole of a question with 8 to 12 words
+   (Brown et al. 2020, arXiv 2005.14165, appendix C). N-grams that more than 10 evaluation questions share, such as
+   "which of the following statements is true about the", are common wording and are ignored; or
+3. its word set, with numbers masked, has a Jaccard similarity of at least `similarity` (0.8) to an evaluation
+   question's.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from flatpeak.types import Example
 from flatpeak.utils.schema import StrictConfig
 
 MIN_WORDS: Final = 8
-"""Shorter evaluation questions overlap only with their equals."""
+"""Shorter evaluation questions overlap only with equal questions."""
 MAX_SHARED: Final = 10
-"""An n-gram in more evaluation questions than this identifies none of them."""
+"""An n-gram in more evaluation questions than this does not identify any of them."""
 _ROUNDING: Final = 1e-9
 _NUMBER: Final = "#"
-# A number keeps its inner signs (1.5, 3:4) and a final "!", so that 5! and 5 stay apart; a symbol such as + or ( is
-# a token of its own; what the last alternative leaves out is punctuation.
+# A number keeps its inner signs (1.5, 3:4) and a final "!", so that 5! and 5 stay different; a symbol such as + or ( is
+# a separate token; the last alternatives leave out punctuation.
 _TOKEN: Final = re.compile(r"\.?\d+(?:[.,:/]\d+)*!?|[^\W\d_]+|[^\w\s.,;:!?'\"`’‘“”…]|_")
 _THOUSANDS: Final = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _HYPHEN: Final = re.compile(r"(?<=[^\W\d_])-(?=[^\W\d_])")
@@ -43,15 +44,15 @@ WordSet = frozenset[str]
 
 
 class OverlapConfig(StrictConfig):
-    """Training rows that ask what an evaluation set asks are dropped; the rule is in tasks/decontamination.py."""
+    """Drop training rows that overlap an evaluation set, by the rule in tasks/decontamination.py."""
 
     sources: tuple[SourceConfig, ...] = Field(min_length=1)
     """The evaluation set; only its `question` is read."""
     ngram: Annotated[int, Field(ge=8)] = 13
-    """A row is dropped that shares this many consecutive words with a question of the evaluation set."""
+    """Drop rows that share this many consecutive words with a question of the evaluation set."""
     similarity: Annotated[float, Field(gt=0, le=1)] | None = 0.8
-    """A row is dropped that is this similar to one (Jaccard of word sets, numbers masked); null: n-grams and equality
-    only."""
+    """Drop rows at least this similar to an evaluation question (Jaccard of word sets, numbers masked); null: check
+    only n-grams and equality."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class Overlap:
     overlapping: list[bool]
     """For each training question, whether it overlaps."""
     notice: str
-    """The count, as a sentence for the user."""
+    """The number of overlapping rows, as a sentence for the user."""
 
 
 def find_overlap(questions: Sequence[str], *, evaluation: Sequence[str], config: OverlapConfig) -> Overlap:
@@ -76,7 +77,7 @@ def find_overlap(questions: Sequence[str], *, evaluation: Sequence[str], config:
 
 
 class EvaluationSet:
-    """Evaluation questions, indexed to recognize them in training questions."""
+    """Evaluation questions, indexed to find them in training questions."""
 
     def __init__(self, questions: Sequence[str], config: OverlapConfig) -> None:
         keys = list(dict.fromkeys(question_key(question) for question in questions))
@@ -90,7 +91,7 @@ class EvaluationSet:
             self._index = _index_of(word_sets, threshold=config.similarity)
 
     def overlaps(self, question: str) -> bool:
-        """Whether a training question meets one of the three rules."""
+        """Whether one of the three rules applies to a training question."""
         key = question_key(question)
         if key in self._keys:
             return True
@@ -99,7 +100,7 @@ class EvaluationSet:
         return self._index is not None and self._index.has_similar(word_set(question))
 
     def _contains_ngram(self, words: Sequence[str]) -> bool:
-        # Few questions contain the first words of an n-gram, so hardly any is looked up at all lengths.
+        # Few questions contain the first words of an n-gram, so hardly any needs look-ups at all lengths.
         return any(
             " ".join(words[start : start + length]) in self._ngrams
             for start, head in enumerate(_ngrams(words, MIN_WORDS))
@@ -109,7 +110,7 @@ class EvaluationSet:
 
 
 def repetition_notices(train: Sequence[Example], test: Sequence[Example], *, remedy: str) -> tuple[str, ...]:
-    """Notices of training questions that the test set asks too, and of questions that have several answers."""
+    """Notices about training questions that are also test questions, and questions with several answers."""
     train_keys, test_keys = ([question_key(example.question) for example in side] for side in (train, test))
     notices = []
     if shared := sum(map(frozenset(test_keys).__contains__, train_keys)):
@@ -127,7 +128,7 @@ def repetition_notices(train: Sequence[Example], test: Sequence[Example], *, rem
 
 
 def first_occurrences(questions: Sequence[str], *, threshold: float | None) -> list[bool]:
-    """For each question, whether to keep it: no kept question before it is equal or, with a threshold, that similar."""
+    """For each question, whether to keep it: no earlier kept question is equal or, with a threshold, this similar."""
     keys: set[str] = set()
     word_sets = [word_set(question) for question in questions] if threshold is not None else []
     index = None if threshold is None else NearDuplicateIndex(_frequencies(word_sets), threshold=threshold)
@@ -152,8 +153,8 @@ def near_any(questions: Sequence[str], references: Sequence[str], *, threshold: 
 def cluster_keys(questions: Sequence[str], *, threshold: float | None) -> list[str]:
     """One key per question, shared by all questions that a chain of near duplicates connects.
 
-    The key is the alphabetically first normal form in the cluster, so it does not depend on the order of the rows.
-    With threshold None only questions of the same normal form share one.
+    The key is the alphabetically first normal form in the cluster, so it does not depend on the order of rows. If the
+    threshold is None, only questions with the same normal form share a key.
     """
     keys = [question_key(question) for question in questions]
     if threshold is None:
@@ -168,7 +169,7 @@ def cluster_keys(questions: Sequence[str], *, threshold: float | None) -> list[s
 
 
 def is_held_out(key: str, *, fraction: float, seed: int) -> bool:
-    """Whether a cluster is on the test side: a hash of its key, so that other rows never move it across."""
+    """Whether a cluster is on the test side, by a hash of its key: other rows cannot move it to the other side."""
     digest = hashlib.sha256(f"{seed}:{key}".encode()).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
@@ -176,18 +177,18 @@ def is_held_out(key: str, *, fraction: float, seed: int) -> bool:
 class NearDuplicateIndex:
     """Word sets, searched by Jaccard similarity without comparing all pairs.
 
-    Two sets whose similarity reaches t share one of the `n - ceil(t * n) + 1` rarest words of each, n its size (prefix
-    filtering: Bayardo et al. 2007, "Scaling up all pairs similarity search"), so only sets that share a rare word are
-    compared, and the result is exact.
+    If the similarity of two sets reaches t, they share one of each set's `n - ceil(t * n) + 1` rarest words, where n is
+    its size (prefix filtering: Bayardo et al. 2007, "Scaling up all pairs similarity search"). So only sets that share
+    a rare word are compared, and the result is exact.
     """
 
     def __init__(self, frequencies: Counter[str], *, threshold: float) -> None:
-        """`frequencies` rank words by rarity; any counts give exact results, those of the data give them fast."""
+        """`frequencies` rank words by rarity; any counts give exact results, and the data's counts are the fastest."""
         self._frequencies = frequencies
         self._threshold = threshold
         self._sets: set[WordSet] = set()
         self._postings: defaultdict[str, defaultdict[int, list[WordSet]]] = defaultdict(lambda: defaultdict(list))
-        """By a rare word and the size of the set: sets of very different sizes cannot be similar."""
+        """By rare word and size of the set, because sets of very different sizes cannot be similar."""
 
     def add(self, words: WordSet) -> None:
         """Insert a word set, unless it is already indexed."""
@@ -206,7 +207,7 @@ class NearDuplicateIndex:
         smallest = math.ceil(self._threshold * size - _ROUNDING)
         compared: set[WordSet] = set()
         for position, word in enumerate(self._prefix(words)):
-            # Sets whose rarest common word is this one share at most `size - position` words.
+            # Sets that have this word as their rarest common word share at most `size - position` words.
             largest = int((size - position) * ratio - size + _ROUNDING)
             by_size = self._postings.get(word)
             if by_size is None:
@@ -224,12 +225,12 @@ class NearDuplicateIndex:
 
 
 def question_key(question: str) -> str:
-    """The question without case, punctuation and spacing; numbers and symbols of arithmetic are kept."""
+    """The question without case, punctuation and spacing; numbers and arithmetic symbols are kept."""
     return " ".join(_tokens(question))
 
 
 def word_set(question: str) -> WordSet:
-    """The words of the question with every number masked: its wording, independent of its quantities."""
+    """The words of the question with every number masked: its wording without its quantities."""
     return frozenset(_NUMBER if _DIGIT.search(token) else token for token in _tokens(question))
 
 

@@ -1,7 +1,7 @@
 """Mathematics in words: GSM8K (grade school) and MATH (competitions).
 
 GSM8K is Cobbe et al. 2021, arXiv 2110.14168. MATH is Hendrycks et al. 2021, arXiv 2103.03874; MATH-500 (Lightman et al.
-2023, arXiv 2305.20050) is a test set of 500 of its problems, which leaves 12,000 to train on.
+2023, arXiv 2305.20050) is a test set of 500 of its problems, which leaves 12,000 for training.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ SUBJECTS: Final = (
     "Prealgebra",
     "Precalculus",
 )
-"""The subjects of MATH, as its rows name them."""
+"""The subjects of MATH, as named in its rows."""
 MAX_UNANSWERED: Final = 0.01
 """The largest share of MATH rows without an answer; more is an error."""
 _LOCAL_FILES: Final = "task.path, a directory with train.jsonl and test.jsonl"
 _NO_ANSWER: Final = "no \\boxed{} with balanced braces in the solution"
 _LEVEL: Final = re.compile(r"(?:Level\s*)?([0-9?])")
 _SECOND_NUMBER: Final = re.compile(r"\d|\b(?:dozen|hundred|thousand|million|billion|trillion)s?\b", re.IGNORECASE)
-"""A further number or a magnitude on a line that is to state one number."""
+"""A further number or a magnitude on a line that should state one number."""
 _REMEDY: Final = "take them out of the training files"
 _FORMULA_END: Final = re.compile(r"\\[)\]]|[$\n]")
 _LONGEST_BARE: Final = 200
@@ -66,19 +66,19 @@ class GSM8KConfig(StrictConfig):
 
     type: Literal["gsm8k"] = "gsm8k"
     path: str | None = None
-    """A directory with the two files in the published layout; null loads from the Hub."""
+    """A directory with the two files in the published layout; null: load them from the Hub."""
     train_size: int | None = None
-    """The number of training rows, the first ones after those of `shots`; null is all."""
+    """The number of training rows, starting after those of `shots`; null: all."""
     test_size: int | None = None
-    """The number of test rows, from the first on; null is all."""
+    """The number of test rows, starting at the first; null: all."""
     shots: Annotated[int, Field(ge=0)] = 0
-    """The number of worked examples before each question, the first training rows, worded `Question: ...` and `Answer:
-    ...`. Those rows are not trained on. 0: none, and the question as it is."""
+    """The number of worked examples before each question, from the first training rows, which are then not trained on.
+    They are formatted as `Question: ...` and `Answer: ...`. 0: none, and the question stays unchanged."""
 
     def load(self) -> ExampleTask:
         """Read the published splits, each cut to its size. The rationale is the whole published answer.
 
-        With `shots`, questions have the wording of the lm-evaluation-harness task gsm8k, `Question: ...\\nAnswer:`,
+        With `shots`, questions are formatted as in the lm-evaluation-harness task gsm8k, `Question: ...\\nAnswer:`,
         after that many worked examples. These are the first training rows, which are not trained on.
         """
         size = None if self.train_size is None else self.train_size + self.shots
@@ -105,7 +105,7 @@ def _with_shots(example: Example, shots: tuple[str, ...]) -> Example:
 
 
 def gsm8k_gold(answer: str) -> str | None:
-    """The number after the last `####`, without `$`, commas and a final dot; None without one, or with several."""
+    """The number after the last `####`, without `$`, commas and a final dot; None if there is none, or several."""
     _, mark, tail = answer.rpartition("####")
     number, _, rest = tail.replace("$", "").strip().partition("\n")[0].partition(" ")
     gold = normalize_gold(number) if mark else ""
@@ -148,33 +148,33 @@ def _gsm8k_example(row: Row, id: str) -> Example:
 
 
 class MATHConfig(StrictConfig):
-    """MATH: `EleutherAI/hendrycks_math` from the Hub, or local files in its layout or in that of the original."""
+    """MATH: `EleutherAI/hendrycks_math` from the Hub, or local files in its layout or the original one."""
 
     type: Literal["math"] = "math"
     path: str | None = None
     """A directory with train.jsonl and test.jsonl (columns problem, level, type, solution) or with the original tree
-    `train/algebra/1.json`; null loads from the Hub."""
+    `train/algebra/1.json`; null: load from the Hub."""
     split: Literal["official", "math500"] = "official"
     """official: 7,500 problems train, 5,000 test. math500: the 500 of MATH-500 test, the other 12,000 train."""
     math500_path: str | None = None
-    """With split=math500: a local file of the 500; null is `math500.jsonl` in `path`, or the Hub where that is null."""
+    """With split=math500: a local file of the 500; null: `math500.jsonl` in `path`, or the Hub if `path` is null."""
     levels: tuple[Annotated[int, Field(ge=1, le=5)], ...] = ()
-    """Only problems of these levels, 1 to 5; empty is all, with the two that have no level."""
+    """Only problems of these levels, 1 to 5; empty: all, including the two without a level."""
     subjects: tuple[str, ...] = ()
-    """Only these subjects ("Number Theory" or number_theory); empty is all seven."""
+    """Only these subjects ("Number Theory" or number_theory); empty: all seven."""
     train_size: Annotated[int, Field(ge=1)] | None = None
-    """The number of training rows, in their seeded order; null is all."""
+    """The number of training rows, in their seeded order; null: all."""
     test_size: Annotated[int, Field(ge=1)] | None = None
-    """The number of test rows, in their seeded order; null is all."""
+    """The number of test rows, in their seeded order; null: all."""
     seed: int = 0
-    """The seed of the order of the rows, which the files sort by subject."""
+    """The seed of the order of rows, because the files are sorted by subject."""
 
     def load(self) -> ExampleTask:
         """Read train and test, each in a seeded order.
 
-        With `split=math500`, all of the 12,500 problems train that are not among the 500, whatever their spaces. Rows
-        without an answer, of which the published training set has two, are left out and counted; UserError where they
-        are more than a few.
+        With `split=math500`, all 12,500 problems but the 500 train; spaces do not matter in this comparison. Rows
+        without an answer (two in the published training set) are left out and counted; UserError if there are more than
+        a few.
         """
         subjects = known_slugs(self.subjects, SUBJECTS, option="task.subjects")
         train, unanswered = _answered(_math_rows(self, "train"))
@@ -243,7 +243,7 @@ def _answered(rows: Iterable[tuple[str, Row]]) -> tuple[list[Example], list[str]
 
 
 def _math_example(row: Row, *, id: str) -> Example | None:
-    """The example of a row; None where its solution has no boxed answer."""
+    """The example of a row; None if its solution has no boxed answer."""
     problem, solution = (text_of(row, column, option="MATH") for column in ("problem", "solution"))
     # MATH-500 has columns `answer`, and `subject` instead of `type`.
     gold = str(row.values.get("answer") or "").strip() or boxed_answer(solution)
@@ -273,11 +273,11 @@ def _without_spaces(problem: str) -> str:
 
 
 def boxed_answer(solution: str) -> str | None:
-    r"""The last `\boxed{}` that is not blank as an answer is read, or what follows a bare `\boxed 5` in its formula.
+    r"""The last `\boxed{}` that is not blank, or the text after a bare `\boxed 5` in its formula.
 
-    It is the content, with what changes it in print (`-5` of `-\boxed{5}`). Boxes that a comma, `and` or `or` joins
-    stay boxes, `\boxed{2}, \boxed{3}`: the grader reads them by its rule for answers. Of `\fbox{}` where nothing is
-    boxed; None where nothing is in a frame either. Linear in the text.
+    This is the content together with signs in front that change it (`-5` for `-\boxed{5}`). Boxes joined by a comma,
+    `and` or `or` stay boxes, `\boxed{2}, \boxed{3}`: the grader reads them by its rule for answers. If nothing is
+    boxed, the content of `\fbox{}`; None if there is no frame either. Takes time linear in the text.
     """
     boxes = [box for box in find_boxes(solution) if not box.escaped_twice]
     for command in ("boxed", "fbox"):

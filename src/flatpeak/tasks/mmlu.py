@@ -60,7 +60,7 @@ _SUBJECTS: Final = {
     "marketing medical_genetics miscellaneous nutrition professional_accounting professional_medicine virology",
 }
 CATEGORIES: Final = {subject: category for category, subjects in _SUBJECTS.items() for subject in subjects.split()}
-"""The category of each of MMLU's subjects, as published (the repository hendrycks/test)."""
+"""The category of each MMLU subject, as published (the repository hendrycks/test)."""
 PRO_CATEGORIES: Final = (
     "biology",
     "business",
@@ -82,7 +82,7 @@ _PRO_PREAMBLE: Final = (
     "The following are multiple choice questions (with answers) about {category}. Think step by step and then finish "
     'your answer with "the answer is (X)" where X is the correct letter choice.\n\n\n\n'
 )
-"""The published file `initial_prompt.txt`, which ends in three line breaks, and the one that its script adds."""
+"""The published file `initial_prompt.txt`, which ends in three line breaks, and one more that its script adds."""
 _REASONING_START: Final = "Let's think step by step."
 _CUE: Final = f"Answer: {_REASONING_START}"
 _WORKED_START: Final = f"A: {_REASONING_START}"
@@ -96,30 +96,30 @@ class MMLUConfig(StrictConfig):
 
     type: Literal["mmlu"] = "mmlu"
     path: str | None = None
-    """A directory with dev/, val/ and test/ (and auxiliary_train/) that hold SUBJECT_test.csv and so on; null loads
+    """A directory with dev/, val/ and test/ (and auxiliary_train/) that hold SUBJECT_test.csv and so on; null: load
     from the Hub."""
     wording: Wording = "official"
-    """official: preamble, shots, and `Answer:` for the model to go on from. plain: the question and its lettered
-    options alone, for templates that say how to answer."""
+    """official: preamble, shots, and `Answer:`, which the model continues. plain: only the question and its lettered
+    options, for templates that say how to answer."""
     shots: Annotated[int, Field(ge=0, le=5)] = 5
     """With wording=official: the number of worked examples, from the dev split of the same subject."""
     subjects: tuple[str, ...] = ()
-    """Only these of the 57 (high_school_physics or "high school physics"); empty is all. The rows of auxiliary_train,
-    which have no subject, all stay."""
+    """Only these of the 57 subjects (high_school_physics or "high school physics"); empty: all. Rows of auxiliary_train
+    have no subject and all stay."""
     train: Literal["validation", "auxiliary_train"] = "validation"
     """The split to train on: validation, or auxiliary_train, whose rows have no subject and no shots."""
     train_size: Annotated[int, Field(ge=1)] | None = None
-    """The number of training rows, in their seeded order; null is all."""
+    """The number of training rows, in their seeded order; null: all."""
     test_size: Annotated[int, Field(ge=1)] | None = None
-    """The number of test rows, in their seeded order; null is all."""
+    """The number of test rows, in their seeded order; null: all."""
     seed: int = 0
-    """The seed of the order of the rows, which the files sort by subject."""
+    """The seed of the order of rows, because the files are sorted by subject."""
 
     def load(self) -> ExampleTask:
         """Read train (validation, or the auxiliary rows) and test, each in a seeded order."""
         subjects = known_slugs(self.subjects, CATEGORIES, option="task.subjects")
         shots = _shots(self, subjects) if self.wording == "official" and self.shots else {}
-        # The auxiliary rows have no subject, so no filter can be meant for them.
+        # The auxiliary rows have no subject, so filters do not apply to them.
         train_subjects = frozenset[str]() if self.train == "auxiliary_train" else subjects
         train = [_mmlu_example(question, self, shots) for question in _mmlu_questions(self, self.train, train_subjects)]
         test = [_mmlu_example(question, self, shots) for question in _mmlu_questions(self, "test", subjects)]
@@ -238,25 +238,25 @@ class MMLUProConfig(StrictConfig):
 
     type: Literal["mmlu_pro"] = "mmlu_pro"
     path: str | None = None
-    """A directory with validation.jsonl and test.jsonl, or the Hub's Parquet files; null loads from the Hub."""
+    """A directory with validation.jsonl and test.jsonl, or the Hub's Parquet files; null: load from the Hub."""
     wording: Wording = "official"
-    """official: preamble, worked examples, and `Answer: Let's think step by step.` for the model to go on from.
-    plain: the question and its lettered options alone."""
+    """official: preamble, worked examples, and `Answer: Let's think step by step.`, which the model continues. plain:
+    only the question and its lettered options."""
     shots: Annotated[int, Field(ge=0, le=5)] = 5
     """With wording=official: the number of worked examples, from the validation split of the same category."""
     categories: tuple[str, ...] = ()
-    """Only these of the 14; empty is all."""
+    """Only these of the 14 categories; empty: all."""
     train_size: Annotated[int, Field(ge=1)] | None = None
-    """The number of training rows, in their seeded order; null is all."""
+    """The number of training rows, in their seeded order; null: all."""
     test_size: Annotated[int, Field(ge=1)] | None = None
-    """The number of test rows, in their seeded order; null is all."""
+    """The number of test rows, in their seeded order; null: all."""
     seed: int = 0
-    """The seed of the order of the rows, which the files sort by category."""
+    """The seed of the order of rows, because the files are sorted by category."""
 
     def load(self) -> ExampleTask:
         """Read train (the 70 of validation) and test, each in a seeded order.
 
-        No question is among its own worked examples.
+        A question is never one of its own worked examples.
         """
         categories = known_slugs(self.categories, PRO_CATEGORIES, option="task.categories")
         validation, test = (_pro_questions(self, split, categories) for split in ("validation", "test"))
@@ -347,7 +347,7 @@ def _pro_example(
     preamble = _PRO_PREAMBLE.replace("{category}", question.category) if official else ""
     reasoning = question.reasoning
     if official:
-        # The prompt ends with these words already.
+        # The prompt already ends with these words.
         reasoning = f" {reasoning.removeprefix(_REASONING_START).strip()}" if reasoning else ""
     return Example(
         id=question.id,

@@ -1,4 +1,4 @@
-"""Multiple choice: lettered options, and the task `choices`: any data set of such questions by column mapping."""
+"""Multiple choice: lettered options, and the task `choices` for any data set of such questions, by column mapping."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Choices:
         return f"{question.strip()}\n\n{self.lettered()}"
 
     def shuffled(self, *, seed: int, id: str) -> Choices:
-        """The options in an order that depends on the seed and the question's id alone."""
+        """The options in an order that depends only on the seed and the question's id."""
         order = list(range(len(self.options)))
         random.Random(f"{seed}:{id}").shuffle(order)
         return Choices(options=tuple(self.options[index] for index in order), right=order.index(self.right))
@@ -57,7 +57,7 @@ def check_choices(options: Sequence[str], right: int, *, where: str) -> Choices:
 
 
 def repeated_right_options(examples: Sequence[Example]) -> tuple[str, ...]:
-    """A notice of questions whose right option stands under two letters, of which one counts; none without them."""
+    """A notice about questions whose right option has two letters, only one of which counts; empty without them."""
     repeated = [
         example.id
         for example in examples
@@ -70,7 +70,7 @@ def repeated_right_options(examples: Sequence[Example]) -> tuple[str, ...]:
 
 
 class ChoiceSourceConfig(StrictConfig):
-    """A source of multiple-choice rows (a file or a Hub data set), and the meaning of its columns."""
+    """A source of multiple-choice rows (a file or a Hub data set) and the meaning of its columns."""
 
     path: str | None = None
     """A JSONL, JSON, CSV or Parquet file; null: `hub`."""
@@ -87,13 +87,13 @@ class ChoiceSourceConfig(StrictConfig):
     correct: str = "answer"
     """A column with the right option: its letter, its index from 0, or its text. With `incorrect`: its text."""
     incorrect: tuple[str, ...] = ()
-    """Columns with the wrong options, where the right one has a column of its own."""
+    """Columns with the wrong options, if the right option has a separate column."""
     id: str | None = None
     """A column with unique ids; null numbers the rows."""
     rationale: str | None = None
     """A column with a worked answer for SFT; null: none."""
     subsets: dict[str, str] = Field(default_factory=dict)
-    """The columns by which evaluation makes tables: name of the table -> column."""
+    """The columns for which evaluation makes tables: name of the table -> column."""
 
 
 class ChoicesConfig(StrictConfig):
@@ -108,14 +108,14 @@ class ChoicesConfig(StrictConfig):
     """Sources of held-out rows, concatenated. Empty: `test_fraction` of the training rows is held out, by a seeded hash
     of the question."""
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """The share of training rows held out where there is no `test`."""
+    """The share of training rows held out if `test` is empty."""
     shuffle: bool = True
     """Shuffle each row's options, by `seed` and the row's id."""
     seed: int = 0
     """The seed of the held-out rows and of the order of options."""
 
     def load(self) -> ExampleTask:
-        """Read the sources; no question is on both sides. UserError where a source or a row is unusable."""
+        """Read the sources; no question is on both sides. UserError if a source or a row is unusable."""
         if not self.train and not self.test:
             raise UserError("task names no data: give task.train or task.test at least one source")
         examples = _read_sources(self, "train", self.train)
@@ -215,7 +215,7 @@ def _choices(row: Row, source: ChoiceSourceConfig, *, option: str) -> Choices:
 
 
 def _options(row: Row, columns: str | tuple[str, ...], *, option: str) -> tuple[list[str], list[str]]:
-    """The options, and their labels where the row has some: a cell may be `{"text": [...], "label": [...]}`."""
+    """The options, and their labels if the row has any: a cell may be `{"text": [...], "label": [...]}`."""
     if not isinstance(columns, str):
         return _option_texts([cell_of(row, column, option=option) for column in columns], row, option=option), []
     cell = cell_of(row, columns, option=option)
@@ -229,16 +229,16 @@ def _options(row: Row, columns: str | tuple[str, ...], *, option: str) -> tuple[
 
 
 def texts_of(row: Row, column: str, *, option: str) -> list[str]:
-    """A cell's list of texts, not stripped. UserError where it is no list, or one of them is missing."""
+    """A cell's list of texts, not stripped. UserError if it is not a list, or if a text is missing."""
     cell = cell_of(row, column, option=option)
     if not isinstance(cell, list | tuple) or any(text is None for text in cell):
-        problem = "has an option without a text" if isinstance(cell, list | tuple) else "is no list of options"
+        problem = "has an option without a text" if isinstance(cell, list | tuple) else "is not a list of options"
         raise UserError(f"{row.where}: column {column!r} ({option}) {problem}; write it as a JSON list of texts")
     return [str(text) for text in cell]
 
 
 def _option_texts(cells: Sequence[Any], row: Row, *, option: str) -> list[str]:
-    """The options without empty ones at the end. An empty one elsewhere is an error, since letters would shift."""
+    """The options without empty ones at the end. An empty option elsewhere is an error, because letters would shift."""
     options = ["" if cell is None else str(cell).strip() for cell in cells]
     while options and not options[-1]:
         options.pop()
@@ -271,7 +271,7 @@ def _right_index(correct: Any, options: Sequence[str], labels: Sequence[str], ro
 
 
 def cell_of(row: Row, column: str, *, option: str) -> Any:
-    """The cell of a column. UserError where there is no such column."""
+    """The cell of a column. UserError if there is no such column."""
     if column not in row.values:
         raise UserError(
             f"{row.where}: no column {column!r} ({option}){did_you_mean(column, row.values)}; "
@@ -281,13 +281,13 @@ def cell_of(row: Row, column: str, *, option: str) -> Any:
 
 
 def raw_text_of(row: Row, column: str, *, option: str) -> str:
-    """A cell's text, not stripped, for prompts that repeat a published script's bytes. UserError where it is empty."""
+    """A cell's text, not stripped, for prompts that repeat a published script's bytes. UserError if it is empty."""
     text_of(row, column, option=option)
     return str(row.values[column])
 
 
 def text_of(row: Row, column: str, *, option: str) -> str:
-    """A cell's text, stripped. UserError where it is empty."""
+    """A cell's text, stripped. UserError if it is empty."""
     cell = cell_of(row, column, option=option)
     text = "" if cell is None else str(cell).strip()
     if not text:

@@ -40,14 +40,14 @@ class PreferencesConfig(StrictConfig):
     name: str = "preferences"
     """The task's name, in metrics as `eval/<name>/...`."""
     path: str | None = None
-    """A JSONL, JSON or CSV file; null loads from the Hub."""
+    """A JSONL, JSON or CSV file; null: load from the Hub."""
     test_path: str | None = None
-    """Beside `path`: a file with held-out pairs; null: see `test_fraction`."""
+    """With `path`: a file with held-out pairs; null: see `test_fraction`."""
     hub: str = "tatsu-lab/alpaca_farm"
-    """The name of a Hub data set, read where there is no `path`."""
+    """The name of a Hub data set, read if `path` is null."""
     hub_file: str | None = "alpaca_human_preference.json"
-    """One file of that data set; null reads its splits. AlpacaFarm's come from a script, which `datasets` from version
-    4 on refuses to run."""
+    """One file of that data set; null: read its splits. AlpacaFarm's splits come from a script, which `datasets`
+    refuses to run since version 4."""
     hub_config: str | None = None
     """The configuration of the Hub data set; null: its default."""
     split: str = "train"
@@ -55,9 +55,9 @@ class PreferencesConfig(StrictConfig):
     test_split: str | None = None
     """With hub_file=null: the Hub split of held-out pairs; null: see `test_fraction`."""
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """The share of prompts held out, by a seeded hash, where there is neither a test file nor a test split."""
+    """The share of prompts held out, by a seeded hash, if there is neither a test file nor a test split."""
     seed: int = 0
-    """The seed of the hash that holds prompts out."""
+    """The seed of the hash that selects held-out prompts."""
 
     def load(self) -> ExampleTask:
         """Read the task for RLHF: one example per prompt, whose gold answer is the first chosen one."""
@@ -72,38 +72,38 @@ class PreferencesConfig(StrictConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreferencePair:
-    """Two answers to one prompt, the preferred one and the other."""
+    """Two answers to one prompt, the preferred answer and the rejected one."""
 
     id: str
     """Unique among the pairs of a data set."""
     prompt: str
-    """The prompt as text. A conversation of several messages has one paragraph for each, `role: content`."""
+    """The prompt as text. A conversation of several messages has one paragraph per message, `role: content`."""
     chosen: str
     """The preferred answer."""
     rejected: str
-    """The other answer, never equal to `chosen`."""
+    """The rejected answer, never equal to `chosen`."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """The unprocessed row, with `messages`, the prompt as chat messages, where the row has such."""
+    """The unprocessed row, with `messages`, the prompt as chat messages, if the row has them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preferences:
-    """The training and held-out pairs, and what was left out of them."""
+    """The training and held-out pairs, and what was left out."""
 
     train: tuple[PreferencePair, ...]
     """The pairs that a reward model is trained on."""
     test: tuple[PreferencePair, ...]
     """The held-out pairs, whose prompts do not occur in `train`."""
     notices: tuple[str, ...]
-    """Counts of ties, duplicates and contradictions, as sentences; empty where there are none."""
+    """Counts of ties, duplicates and contradictions, as sentences; empty if there are none."""
 
 
 def load_preferences(config: PreferencesConfig) -> Preferences:
     """Read both sides and count what is left out. UserError with the line of a bad row.
 
-    The sides are the two published files or splits where there are two; of prompts in both, the training pairs are
-    dropped. Otherwise prompts are held out by a hash, with all their pairs. Ties and repeated pairs are dropped; pairs
-    that contradict each other are kept and counted.
+    If there are two published files or splits, they are the sides; if a prompt is in both, its training pairs are
+    dropped. Otherwise a hash of the prompt decides which prompts are held out, with all their pairs. Ties and repeated
+    pairs are dropped; pairs that contradict each other are kept and counted.
     """
     sources = _sources(config)
     sides = [_without_repeats(_read(rows, prefix=f"{side}/" if len(sources) > 1 else "")) for side, rows in sources]
@@ -170,7 +170,7 @@ def _sources(config: PreferencesConfig) -> list[tuple[str, Iterator[Row]]]:
 
 
 def _read(rows: Iterable[Row], *, prefix: str) -> Iterator[PreferencePair | str | None]:
-    """Per row a pair, None for a tie, or an error message where the prompt or the chosen answer is empty."""
+    """Per row a pair, None for a tie, or an error message if the prompt or the chosen answer is empty."""
     for index, row in enumerate(rows):
         if "preference" in row.values and "output_1" in row.values:
             comparison = _alpaca_farm(row)
@@ -220,7 +220,7 @@ def _chosen_rejected(row: Row) -> _Comparison:
     conversations = [_messages(row, column) for column in ("chosen", "rejected")]
     before = _messages(row, "prompt") if isinstance(prompt, list | tuple) else None
     if before is None and isinstance(prompt, str):
-        # Whole conversations, or the answers alone: the last message is the answer either way.
+        # Whole conversations, or only the answers: in both cases the last message is the answer.
         answers = [_last_answer(row, messages) for messages in conversations]
         return prompt, answers[0], answers[1], {}
     if before is None:
@@ -296,8 +296,8 @@ def _text(row: Row, column: str) -> str:
 
 
 def _without_repeats(pairs: Iterable[PreferencePair | str | None]) -> tuple[tuple[PreferencePair, ...], list[str]]:
-    """The distinct pairs, and notices of what was dropped or contradicts another. UserError where more than a share of
-    `MAX_UNUSABLE` of the rows is empty."""
+    """The distinct pairs, and notices about pairs that were dropped or contradict another. UserError if more than
+    `MAX_UNUSABLE` of the rows are empty."""
     distinct: dict[tuple[str, str, str], PreferencePair] = {}
     ties = repeats = total = 0
     unusable: list[str] = []

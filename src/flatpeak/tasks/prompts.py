@@ -25,30 +25,29 @@ R1_ZERO: Final = (
     "Assistant: <think>"
 )
 """The protocol of DeepSeek-R1-Zero (arXiv 2501.12948, table 1): its roles, tags and order, with the opening tag of the
-reasoning already written. The wording is flatpeak's; a published one can be given as a file."""
+reasoning already written. The wording is flatpeak's; use a file for the published wording."""
 TEXT_TEMPLATES: Final = {"plain": PLACEHOLDER, "question_only": PLACEHOLDER, "r1_zero": R1_ZERO}
 CHAT: Final = "chat"
 _CHAT_SETTINGS: Final = ("system", "user", "chat_template_kwargs")
 
 
 class PromptConfig(StrictConfig):
-    """The wording of prompts: the template around each question, and the limit on their length."""
+    """The wording of prompts: the template around each question, and the limit of their length."""
 
     template: str = "plain"
-    """plain, r1_zero, question_only, chat, the path of a text file with {question} in it, or such a text itself."""
+    """plain, r1_zero, question_only, chat, the path of a text file that contains {question}, or such a text itself."""
     system: str | None = None
-    """The system message, for a chat template; null: none."""
+    """The system message of a chat template; null: none."""
     user: str = PLACEHOLDER
-    """The user's message, for a chat template: the words around {question}."""
+    """The user's message of a chat template: the text around {question}."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments for the tokenizer's chat template (enable_thinking: false, say)."""
+    """Arguments for the tokenizer's chat template, such as enable_thinking: false."""
     max_tokens: int | None = None
-    """Tokens of the longest prompt, at most what the model's context leaves beside rollout.max_new_tokens; null:
-    that."""
+    """Most tokens in a prompt, at most the model's context minus rollout.max_new_tokens; null: that maximum."""
     overlong: Literal["error", "drop", "truncate_left"] = "error"
-    """The treatment of prompts that are longer even without their worked examples, which are left out first. error:
-    none is accepted. drop: they are left out and counted. truncate_left: the question is shortened from its beginning,
-    the template around it stays whole."""
+    """The treatment of prompts that are still too long after their worked examples are left out. error: raise an error.
+    drop: leave them out and count them. truncate_left: cut off the beginning of the question, and keep the template
+    around it whole."""
 
     @field_validator("user")
     @classmethod
@@ -58,7 +57,7 @@ class PromptConfig(StrictConfig):
         return user
 
     def user_message(self, question: str) -> str:
-        """The user's message that asks a question by a chat template."""
+        """The user's message that asks a question in a chat template."""
         return self.user.replace(PLACEHOLDER, question)
 
 
@@ -69,11 +68,11 @@ class PromptSet:
     prompts: tuple[Prompt, ...]
     """In the order of the examples."""
     dropped: int
-    """The number left out because they are too long."""
+    """The number of prompts left out because they are too long."""
     truncated: int
-    """The number whose question was shortened."""
+    """The number of prompts whose question was shortened."""
     fewer_shots: int = 0
-    """The number that lost worked examples in order to fit."""
+    """The number of prompts that have fewer worked examples in order to fit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,10 +94,10 @@ def build_prompts(
 ) -> PromptSet:
     """Word and tokenize the examples: preamble, shots and question replace `{question}` in the template.
 
-    A prompt may have `max_tokens` tokens (what the context leaves beside the completion), or `config.max_tokens` where
-    that is less. A longer one loses shots, the last first, until it fits; `overlong` decides on those that are too long
-    without any. UserError for an unusable template, an empty prompt, and, with `overlong=error`, for prompts that are
-    too long.
+    A prompt may have `max_tokens` tokens (what the context leaves after the completion), or `config.max_tokens` if that
+    is less. If a prompt is longer, its last shots are dropped until it fits; `overlong` decides about prompts that are
+    too long even without shots. UserError for an unusable template, an empty prompt, and, with `overlong=error`, for
+    prompts that are too long.
     """
     _check_chat_template(tokenizer)
     limit = _token_limit(config, max_tokens)
@@ -124,7 +123,7 @@ def build_prompts(
         prompts.append(
             Prompt(
                 id=example.id,
-                # One int object per token id: thousands of long prompts would otherwise hold millions of equal ones.
+                # One int object per token id: thousands of long prompts would otherwise hold millions of equal objects.
                 token_ids=tuple(interned.setdefault(token, token) for token in wording.token_ids),
                 text=wording.text,
                 example=example,
@@ -141,7 +140,7 @@ def build_prompts(
 
 
 def _check_example(example: Example) -> None:
-    """Raise UserError for texts that no tokenizer takes."""
+    """Raise UserError for texts that no tokenizer accepts."""
     check_characters(example.question, where=f"the question of example {example.id!a}")
     check_characters(example.rationale or "", where=f"the rationale of example {example.id!a}")
     context = "".join((example.preamble, *example.shots))
@@ -149,8 +148,8 @@ def _check_example(example: Example) -> None:
 
 
 def _check_chat_template(tokenizer: Tokenizer) -> None:
-    """Raise UserError for a chat template that no checkpoint could hold, whether or not prompts are worded by it."""
-    templates = getattr(tokenizer, "chat_template", None)  # a caller's own tokenizer may know of none
+    """Raise UserError for a chat template that a checkpoint could not store, even if prompts do not use it."""
+    templates = getattr(tokenizer, "chat_template", None)  # a caller's tokenizer may lack this attribute
     for name, text in templates.items() if isinstance(templates, Mapping) else [("chat_template", templates)]:
         if isinstance(text, str):
             check_characters(text, where=f"the tokenizer's chat template ({name})")
@@ -175,7 +174,7 @@ def word_messages(
     """A conversation in the tokenizer's chat template, up to and including the header of the assistant's turn, as text
     and as token ids.
 
-    The contents of `messages` are part of the template but for what is quoted in them. UserError where the template
+    The contents of `messages` count as part of the template, except for texts quoted in them. UserError if the template
     cannot be used.
     """
     tokenizer = encoder.tokenizer
@@ -195,7 +194,7 @@ def word_messages(
             f"prompt.template=chat: the chat template refuses the messages ({error}); remove prompt.system or "
             "change prompt.chat_template_kwargs"
         ) from error
-    # The template has written every special token into the text, the beginning of the sequence included.
+    # The template has already written every special token into the text, including the beginning of the sequence.
     return unquote(text), tuple(encoder.encode(text))
 
 
@@ -216,7 +215,7 @@ def _text_wording(encoder: TextEncoder, config: PromptConfig) -> _Word:
 
 
 def template_text(name: str) -> str:
-    """The text of a template other than `chat`; UserError for a file that is not there or has no {question} in it."""
+    """The text of a template other than `chat`; UserError for a file that is missing or lacks {question}."""
     if name in TEXT_TEMPLATES:
         return TEXT_TEMPLATES[name]
     if PLACEHOLDER in name:
@@ -233,12 +232,12 @@ def template_text(name: str) -> str:
         raise UserError(f"prompt.template={name}: not UTF-8 text; save the file as UTF-8") from error
     if PLACEHOLDER not in text:
         raise UserError(f"prompt.template={name}: no {PLACEHOLDER} in the file; write it where the question belongs")
-    # Editors end a file with a line break that is not meant as part of the prompt; a second one is.
+    # Editors end a file with a line break that is not part of the prompt; a second line break is.
     return text.removesuffix("\n")
 
 
 def _encode(encoder: TextEncoder, text: str) -> list[int]:
-    """Token ids with the beginning-of-sequence token where the tokenizer has one, without an appended end token."""
+    """Token ids, with a beginning-of-sequence token if the tokenizer has one, without an appended end token."""
     ids = encoder.encode(text, add_special_tokens=True)
     if ids and ids[-1] == encoder.tokenizer.eos_token_id:
         bare = encoder.encode(text)
@@ -250,7 +249,7 @@ def _encode(encoder: TextEncoder, text: str) -> list[int]:
 def _chat_wording(encoder: TextEncoder, config: PromptConfig) -> _Word:
     """The wording that inserts the question into the tokenizer's chat template, as the user's message."""
     system: tuple[Message, ...] = () if config.system is None else ({"role": "system", "content": config.system},)
-    # Fails early on an unusable template.
+    # Fails early if the template is unusable.
     sample, _ = word_messages(encoder, (*system, {"role": "user", "content": "?"}), config)
 
     def word(question: str) -> _Wording:
@@ -265,7 +264,7 @@ def _chat_wording(encoder: TextEncoder, config: PromptConfig) -> _Word:
 
 
 def _token_limit(config: PromptConfig, max_tokens: int) -> int:
-    """The most tokens that a prompt may have. UserError where that is none."""
+    """The most tokens that a prompt may have. UserError if there is no room for any."""
     if config.max_tokens is not None and config.max_tokens < 1:
         raise UserError(f"prompt.max_tokens={config.max_tokens}: a prompt has at least 1 token; raise it")
     if max_tokens < 1:
@@ -277,7 +276,7 @@ def _token_limit(config: PromptConfig, max_tokens: int) -> int:
 
 
 def _fit_shots(example: Example, word: _Word, *, limit: int) -> tuple[_Wording, int]:
-    """The wording with as many shots as fit, from the first on, and the number left out."""
+    """The wording with as many of the first shots as fit, and the number left out."""
     for kept in range(len(example.shots), -1, -1):
         wording = word("".join((example.preamble, *example.shots[:kept], example.question)))
         if len(wording.token_ids) <= limit:
@@ -307,7 +306,7 @@ def _shorten_question(example: Example, word: _Word, *, limit: int) -> _Wording:
 
 
 def _overlong_message(too_long: Sequence[tuple[int, str]], config: PromptConfig, *, total: int, limit: int) -> str:
-    """The error about prompts of too many tokens, given (tokens, id of the example) of each."""
+    """The error about prompts that are too long, given (tokens, id of the example) for each."""
     tokens, example_id = max(too_long)
     choices = "prompt.overlong=truncate_left" if config.overlong == "drop" else "prompt.overlong=drop or truncate_left"
     room = "a larger prompt.max_tokens" if config.max_tokens == limit else "a smaller rollout.max_new_tokens"
@@ -318,7 +317,7 @@ def _overlong_message(too_long: Sequence[tuple[int, str]], config: PromptConfig,
 
 
 def field_names(template: str, *, option: str) -> tuple[str, ...]:
-    """The names between braces, in order. UserError where braces are unbalanced or empty."""
+    """The names between braces, in order. UserError if braces are unbalanced or empty."""
     try:
         fields = [(name, conversion) for _, name, _, conversion in Formatter().parse(template) if name is not None]
     except ValueError as error:
@@ -330,7 +329,7 @@ def field_names(template: str, *, option: str) -> tuple[str, ...]:
 
 
 def check_fields(template: str, *, allowed: Iterable[str], required: Iterable[str] = (), option: str) -> None:
-    """Check that every field of a template is allowed and every required one present; UserError otherwise."""
+    """Check that every field of a template is allowed and every required field is present; UserError otherwise."""
     names = field_names(template, option=option)
     allowed = tuple(allowed)
     listed = ", ".join(f"{{{name}}}" for name in allowed)
@@ -347,7 +346,7 @@ def check_fields(template: str, *, allowed: Iterable[str], required: Iterable[st
 
 
 def fill(template: str, values: Mapping[str, object], *, option: str) -> str:
-    """The template with every field replaced by its value. A name with dots is one key, not an attribute path."""
+    """The template with every field replaced by its value. A name with dots is one key instead of an attribute path."""
     pieces = []
     for literal, name, spec, _ in Formatter().parse(template):
         pieces.append(literal)

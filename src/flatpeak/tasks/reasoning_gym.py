@@ -1,7 +1,7 @@
-"""Data sets of reasoning-gym (Stojanovski et al. 2025, arXiv 2505.24760): generated, and scored by their own code.
+"""Data sets of reasoning-gym (Stojanovski et al. 2025, arXiv 2505.24760), generated and scored by its code.
 
-The reward `reasoning_gym` scores an answer, in any process, by the example's column of that name: JSON with the data
-set's name, its arguments and the whole row, which rewards/reasoning_gym.py reads.
+The reward `reasoning_gym` scores an answer, in any process, with the example's column of that name: JSON with the name
+of the data set, its arguments and the whole row, which rewards/reasoning_gym.py reads.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from flatpeak.types import Example
 from flatpeak.utils.schema import StrictConfig
 
 TEST_SEED_OFFSET: Final = 1_000_000_000
-"""Added to the seed for the held-out rows: in nearly all data sets row i is made from seed + i."""
+"""Added to the seed for the held-out rows: in nearly all data sets, row i is made from seed + i."""
 _HASH_ORDERED: Final = frozenset({"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note"})
 """Data sets of version 0.1.25 that iterate over sets of strings, whose order differs between processes."""
 
 
 class ReasoningGymConfig(StrictConfig):
-    """Data sets of reasoning-gym (arXiv 2505.24760), generated and scored by their own code; `flatpeak[tasks]`."""
+    """Data sets of reasoning-gym (arXiv 2505.24760), generated and scored by its code; needs `flatpeak[tasks]`."""
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
     dataset: str | None = None
-    """One data set by name, with `arguments`; null: those of `datasets`."""
+    """The name of one data set, whose settings are `arguments`; null: use `datasets`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Settings of `dataset`, by its own names."""
+    """Settings of `dataset`, under reasoning-gym's names."""
     datasets: dict[str, dict[str, Any]] | None = None
-    """Several data sets, each name with its arguments; sizes are shared out evenly. null: `dataset` alone."""
+    """Several data sets, by name, each with its arguments; sizes are divided evenly. null: only `dataset`."""
     size: Annotated[int, Field(ge=1, lt=1_000_000_000)] = 2000
-    """The number of training rows, of all data sets together."""
+    """The number of training rows, over all data sets."""
     test_size: Annotated[int, Field(ge=1, lt=1_000_000_000)] = 200
-    """The number of held-out rows, of all data sets together."""
+    """The number of held-out rows, over all data sets."""
     seed: Annotated[int, Field(ge=0, lt=1_000_000_000)] = 0
     """The seed of the rows."""
 
     def load(self) -> ExampleTask:
-        """Generate the rows. Held-out rows have seeds of their own; training rows that ask the same are dropped."""
+        """Generate the rows. Held-out rows use other seeds; training rows with the same question are dropped."""
         datasets = _datasets(self)
         test_sizes, train_sizes = (_shares(size, len(datasets)) for size in (self.test_size, self.size))
         train: list[Example] = []
@@ -104,7 +104,7 @@ def _rows(name: str, arguments: Mapping[str, Any], *, size: int, seed: int, side
         with contextlib.redirect_stdout(io.StringIO()):
             dataset = factory.create_dataset(name, **{**arguments, "size": size, "seed": seed})
             entries = [dataset[index] for index in range(size)]
-    except Exception as error:  # data sets raise errors of any type about their arguments
+    except Exception as error:  # data sets raise any type of error about their arguments
         raise UserError(
             f"reasoning-gym data set {name} with {dict(arguments)}: {type(error).__name__}: {error}; "
             "change its arguments"
@@ -140,7 +140,7 @@ def _example(entry: Mapping[str, Any], name: str, arguments: Mapping[str, Any], 
     return Example(
         id=id,
         question=str(entry["question"]),
-        # Some data sets have no single answer, only a function that scores answers.
+        # Some data sets have no single answer, but a function that scores answers.
         gold="" if answer is None else str(answer),
         columns={"reasoning_gym": scoring, "dataset": name},
         subsets={"dataset": name},
@@ -150,8 +150,8 @@ def _example(entry: Mapping[str, Any], name: str, arguments: Mapping[str, Any], 
 def plain(value: Any) -> Any:
     """A JSON-serializable form of a value, every collection as a list that begins with its type: `["tuple", 1, 2]`.
 
-    JSON itself turns tuples into lists and numeric keys into strings, which some scorers distinguish. TypeError for a
-    value of another type.
+    JSON itself turns tuples into lists and numeric keys into strings, a difference that affects some scorers. TypeError
+    for a value of another type.
     """
     if hasattr(value, "tolist"):  # NumPy arrays and scalars
         value = value.tolist()

@@ -1,7 +1,7 @@
 """The task `rows`: any data set with a question and an answer, by column mapping.
 
-Word problems can gain equations: a rationale from the first equation over the question's numbers that gives the answer,
-and variants of the problem with other numbers.
+Word problems can be given equations: a rationale, which is the first equation over the question's numbers that gives
+the answer, and variants of the problem with other numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from flatpeak.utils.answers import is_integer, normalize_gold
 from flatpeak.utils.schema import StrictConfig
 
 MAX_NUMBERS: Final = 6
-"""A question with more numbers has too many equations that fit by chance."""
+"""With more numbers in a question, too many equations fit by chance."""
 _NUMBER: Final = re.compile(r"(?<![\w.,/:])\d{1,6}(?![.,/:]?\d)(?![\w/%])")
 """A whole number that is not part of a longer expression: not the 3 of `3.5`, `3rd`, `1,300` or `3/4`."""
 _OPERATIONS: Final = "+-*/"
@@ -56,35 +56,35 @@ class RowsConfig(StrictConfig):
     """Sources of held-out rows, concatenated. Empty: `test_fraction` of the training rows is held out, by a seeded hash
     of the question's cluster."""
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """The share of training rows held out where there is no `test`."""
+    """The share of training rows held out if `test` is empty."""
     deduplicate: bool = False
-    """Keep the first of training rows whose questions are equal but for case, punctuation and spacing, and leave out
-    those that `test` asks too."""
+    """Keep only the first of training rows whose questions are equal, ignoring case, punctuation and spacing, and drop
+    those that are also in `test`."""
     near_duplicates: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Questions this similar (Jaccard of word sets, numbers masked) stay on one side of a split by fraction; with
-    `test`, its rows that resemble a training row are marked, and accuracy/not_near_train leaves them out. null: a split
-    keeps only equal questions on one side."""
+    """Questions this similar (Jaccard of word sets, numbers masked) stay on one side of a split by fraction. With
+    `test`, test rows this similar to a training row are marked, and accuracy/not_near_train leaves them out. null: a
+    split keeps only equal questions on one side."""
     overlap: OverlapConfig | None = None
-    """Drop training rows that ask what an evaluation set asks; null: do not."""
+    """Drop training rows that overlap an evaluation set; null: keep them."""
     integers_only: bool = False
     """Keep only rows whose gold answer is an integer."""
     equations: bool = False
-    """Give training rows the first equation over the question's numbers that fits the answer as their rationale."""
+    """Use the first equation over the question's numbers that gives the answer as the rationale of training rows."""
     variants: Annotated[int, Field(ge=0)] = 0
-    """The most copies of each training row that has an equation over its numbers, with other numbers and the answer
-    recomputed; 0: none."""
+    """For training rows with such an equation, the most copies of each that have other numbers and a recomputed answer;
+    0: none."""
     seed: int = 0
-    """The seed of the held-out rows and of the numbers of `variants`."""
+    """The seed for the held-out rows and the numbers of `variants`."""
 
     def load(self) -> ExampleTask:
         """Read the sources and split them.
 
-        Without test sources, whole clusters of near duplicates are held out. With them and `near_duplicates`, each test
-        example says in its column `near_train` whether some training question is that similar, so that accuracy can be
-        reported without such questions. `deduplicate` keeps the first of equal training questions and drops those that
-        are in the test sources; the test sources stay whole.
+        Without test sources, whole clusters of near duplicates are held out. With test sources and `near_duplicates`,
+        the column `near_train` of each test example says whether a training question is this similar, so that accuracy
+        can be reported without such questions. `deduplicate` keeps the first of equal training questions and drops
+        questions that are in the test sources; the test sources stay whole.
 
-        `overlap`, `equations` and `variants` apply to the training side only, after the split.
+        `overlap`, `equations` and `variants` apply only to the training side, after the split.
         """
         train, test = _split(self)
         notices: tuple[str, ...] = ()
@@ -100,7 +100,7 @@ class RowsConfig(StrictConfig):
 
 
 def drop_overlap(train: Sequence[Example], config: OverlapConfig) -> tuple[tuple[Example, ...], str]:
-    """The training examples that do not overlap the evaluation set, and a notice. UserError where none is left."""
+    """The training examples that do not overlap the evaluation set, and a notice. UserError if none is left."""
     evaluation: list[str] = []
     for position, source in enumerate(config.sources):
         option = f"task.overlap.sources.{position}"
@@ -139,7 +139,7 @@ def _split(config: RowsConfig) -> Split:
 
 
 def _read_sources(config: RowsConfig, side: str, sources: Sequence[SourceConfig]) -> list[Example]:
-    """The examples of all sources, concatenated. Ids contain the source's position where there are several sources."""
+    """The examples of all sources, concatenated. If there are several sources, ids contain the source's position."""
     alone = len(config.train) + len(config.test) == 1
     examples: list[Example] = []
     for position, source in enumerate(sources):
@@ -211,7 +211,7 @@ def _gold(
 
 
 def _rationale(source: SourceConfig, row: Row, gold: str, *, option: str) -> str | None:
-    """The SFT target; None where the row has none (a column of it is empty)."""
+    """The SFT target; None if the row has none (one of its columns is empty)."""
     if source.rationale is None:
         return None
     with_gold = Row(where=row.where, values={**row.values, "gold": gold})
@@ -219,7 +219,7 @@ def _rationale(source: SourceConfig, row: Row, gold: str, *, option: str) -> str
 
 
 def _compose(expression: str, row: Row, *, option: str, require_all: bool = False) -> str | None:
-    """The text of a column or format string; None where all (with require_all: any) of its columns are empty."""
+    """The text of a column or format string; None if all (with require_all: any) of its columns are empty."""
     is_template = "{" in expression
     values: dict[str, object] = {}
     for column in field_names(expression, option=option) if is_template else (expression,):
@@ -241,7 +241,7 @@ def _text(value: Any, *, where: str) -> str:
         case None:
             return ""
         case float() if math.isinf(value):
-            raise UserError(f"{where} holds {value}, which is no JSON number; write the answer as a text")
+            raise UserError(f"{where} holds {value}, which is not a JSON number; write the answer as a text")
         case float():
             return "" if math.isnan(value) else format(Decimal(repr(value)), "f")
         case str() | bool() | int():
@@ -251,7 +251,7 @@ def _text(value: Any, *, where: str) -> str:
 
 
 def _without_duplicates(examples: Sequence[Example], *, known: set[str]) -> list[Example]:
-    """The first example of each question whose key is not in `known`, which collects the keys."""
+    """The first example of each question whose key is not in `known`; adds the keys to `known`."""
     kept = []
     for example in examples:
         key = question_key(example.question)
@@ -287,7 +287,7 @@ def _split_by_fraction(examples: Sequence[Example], config: RowsConfig) -> Split
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One operation on two of the question's numbers, or on the last result (None) and one of them."""
+    """One operation on two of the question's numbers, or on the last result (None) and one of the numbers."""
 
     left: int | None
     operation: str
@@ -312,7 +312,7 @@ def find_equation(question: str, gold: str) -> Equation | None:
 
 
 def results(equation: Equation, numbers: Sequence[int]) -> list[int] | None:
-    """The result of each step, or None where one is negative, not whole, or a division by zero."""
+    """The result of each step, or None if a step is negative, not an integer, or a division by zero."""
     values: list[int] = []
     for step in equation:
         left = values[-1] if step.left is None else numbers[step.left]
@@ -342,7 +342,7 @@ def rationale(equation: Equation, numbers: Sequence[int]) -> str:
 
 
 def worked(example: Example) -> Example:
-    """The example with its equation as rationale; unchanged where it has none."""
+    """The example with its equation as rationale; unchanged if it has none."""
     equation = find_equation(example.question, example.gold)
     if equation is None:
         return example
@@ -350,7 +350,7 @@ def worked(example: Example) -> Example:
 
 
 def variants(example: Example, count: int, *, seed: int) -> Iterator[Example]:
-    """Up to `count` examples of the same wording with the equation's numbers drawn anew and the answer recomputed."""
+    """Up to `count` examples of the same wording with new random numbers in the equation and a recomputed answer."""
     equation = find_equation(example.question, example.gold)
     if equation is None:
         return

@@ -1,12 +1,12 @@
 """Open-ended science questions with reference answers, for a judge: CamelAI and Dr. SCI.
 
-CamelAI (Li et al. 2023, arXiv 2303.17760): per subject 20,000 problems, 32 for each of 25 sub-topics of 25 topics, with
-unchecked solutions by GPT-4: a noisy reference. Dr. SCI (arXiv 2602.08321): about a million questions
-gathered from other sets; the published files are those of an unofficial reproduction.
+CamelAI (Li et al. 2023, arXiv 2303.17760): per subject 20,000 problems, namely 32 for each of 25 sub-topics of 25
+topics. The solutions are by GPT-4 and unchecked, a noisy reference. Dr. SCI (arXiv 2602.08321): about a million
+questions collected from other sets; the published files are an unofficial reproduction.
 
-Both are published as one split. Equal and nearly equal questions are dropped first. Whole cells (topics) are then held
-out by a hash, so that the sides share none and additional rows move none across. Training rows that overlap an
-evaluation set are dropped last.
+Both are published as one split. First, equal and nearly equal questions are dropped. Then whole cells (topics) are held
+out by a hash, so that both sides share no cell and added rows move no cell to the other side. Finally, training rows
+that overlap an evaluation set are dropped.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class CamelAIConfig(StrictConfig):
     """The subjects whose problems are read."""
     path: str | None = None
     """A directory with, per subject, `biology.zip`, a folder `biology` of JSON files, or `biology.jsonl` or `.json`;
-    null loads the zips from the Hub."""
+    null: load the zip files from the Hub."""
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.02
     """The share of (subject, topic, sub-topic) cells held out, by a seeded hash of the cell."""
     near_duplicates: Annotated[float, Field(gt=0, le=1)] | None = 0.9
-    """Of questions this similar (Jaccard of word sets, numbers masked) the first is kept; null: of equal ones only."""
+    """Keep only the first of questions this similar (Jaccard of word sets, numbers masked); null: of equal ones."""
     overlap: OverlapConfig | None = None
-    """Drop training rows that ask what an evaluation set asks; null: do not."""
+    """Drop training rows that overlap an evaluation set; null: keep them."""
     seed: int = 0
-    """The seed of the hash that holds cells out."""
+    """The seed of the hash that selects held-out cells."""
 
     def load(self) -> ExampleTask:
         """Read the problems. `gold` is the whole published solution; subsets are subject and topic."""
@@ -67,30 +67,30 @@ class DrSCIConfig(StrictConfig):
     parts: tuple[Literal["open-ended", "verifiable"], ...] = Field(default=("open-ended",), min_length=1)
     """The files that are read."""
     path: str | None = None
-    """A directory with `Dr_SCI_open-ended.parquet` and `Dr_SCI_verifiable.parquet`; null loads them from the Hub."""
+    """A directory with `Dr_SCI_open-ended.parquet` and `Dr_SCI_verifiable.parquet`; null: load them from the Hub."""
     rows: Annotated[int, Field(ge=1)] | None = None
-    """The number of rows to read of each file; null is all (about 476,000 and 415,000)."""
+    """The number of rows to read from each file; null: all (about 476,000 and 415,000)."""
     subjects: tuple[str, ...] = ()
-    """Only rows of these subjects; empty is all."""
+    """Only rows of these subjects; empty: all."""
     question: str = "extra_info.question"
     """The column of the question."""
     answer: str = "reward_model.ground_truth"
     """The column of the reference answer."""
     rubric: str = "reward_model.rubric"
     """The column of the row's criteria, a list of {title, description, weight}; becomes the example's column `rubric`,
-    empty where there is none."""
+    empty if the row has none."""
     subject: str = "extra_info.subject"
-    """The column of the subject, by which evaluations make a table."""
+    """The column of the subject, for which evaluations make a table."""
     topic: str | None = None
     """The column whose values the split keeps together; null: each question alone (published files have no topic)."""
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.01
-    """The share of questions (of topics, with `topic`) held out, by a seeded hash."""
+    """The share of questions (with `topic`: of topics) held out, by a seeded hash."""
     near_duplicates: Annotated[float, Field(gt=0, le=1)] | None = 0.9
-    """Of questions this similar (Jaccard of word sets, numbers masked) the first is kept; null: of equal ones only."""
+    """Keep only the first of questions this similar (Jaccard of word sets, numbers masked); null: of equal ones."""
     overlap: OverlapConfig | None = None
-    """Drop training rows that ask what an evaluation set asks; null: do not."""
+    """Drop training rows that overlap an evaluation set; null: keep them."""
     seed: int = 0
-    """The seed of the hash that holds questions out."""
+    """The seed of the hash that selects held-out questions."""
 
     def load(self) -> ExampleTask:
         """Read the questions. The column `rubric` holds the row's criteria as {title, description, weight}."""
@@ -107,7 +107,7 @@ class _Question:
 
 
 def _usable(rows: Iterable[tuple[str, _Question | None]]) -> tuple[list[_Question], list[str]]:
-    """The questions; those without text are dropped and counted, up to a share of `MAX_UNUSABLE`."""
+    """The questions; questions without text are dropped and counted, up to a share of `MAX_UNUSABLE`."""
     questions: list[_Question] = []
     empty: list[str] = []
     for where, question in rows:
@@ -206,7 +206,7 @@ def _dr_sci_rows(source: str, config: DrSCIConfig) -> Iterator[tuple[str, _Quest
             yield row.where, None
             continue
         topic = None if config.topic is None else str(_value_at(row, config.topic, option="task.topic"))
-        # Only the open-ended file has rubrics. The column `prompt` repeats the question at length.
+        # Only the open-ended file has rubrics. The column `prompt` repeats the question with more text.
         rubric = _value_at(row, config.rubric, option="task.rubric") if source == "open-ended" else None
         example = Example(
             id=f"{source}/{index}",
@@ -220,7 +220,7 @@ def _dr_sci_rows(source: str, config: DrSCIConfig) -> Iterator[tuple[str, _Quest
 
 
 def _value_at(row: Row, path: str, *, option: str) -> Any:
-    """The value at a path such as `extra_info.question`; UserError where a name in it is missing."""
+    """The value at a path such as `extra_info.question`; UserError if a name in it is missing."""
     value: Any = row.values
     for name in path.split("."):
         if not isinstance(value, dict) or name not in value:

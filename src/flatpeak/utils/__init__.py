@@ -1,1 +1,1 @@
-"""The ground floor: helpers that every package may import."""
+"""Helpers at the bottom of the package, which every other package may import."""

@@ -1,6 +1,6 @@
-"""The base of a saved adapter: its name, and the record of its weights beside the adapter.
+"""The base of a saved adapter: its name, and the record of its weights next to the adapter.
 
-A saved adapter is nothing without its base. Importing this module loads neither torch nor peft.
+A saved adapter is useless without its base. Importing this module loads neither torch nor peft.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 ADAPTER_CONFIG: Final = "adapter_config.json"
 """peft's file of an adapter's settings."""
 RECORD: Final = "adapter_base.json"
-"""The file beside it with the record of the base."""
+"""The file next to it with the record of the base."""
 SAMPLED: Final = 1024
 """Elements of each weight that the fingerprint reads."""
 SCORE_HEADS: Final = ("score", "classifier")
-"""Names of the heads of sequence classifiers. A base that has none gets another random one each time."""
+"""Names of the heads of sequence classifiers. A base without a head gets a new random head each time."""
 _ADAPTERS: Final = (".lora_", ".modules_to_save.")
 _NAME_BASE: Final = "set model.path to the base and model.lora.adapter="
 _WRAPPERS: Final = (("base_model.model.", ""), (".base_layer.", "."), (".original_module.", "."))
@@ -49,7 +49,7 @@ def name_absolutely(directory: Path) -> None:
 
 
 def named_base(directory: Path, *, where: str) -> tuple[str, str | None]:
-    """(path, revision) of the base that a saved adapter names; UserError where it names none, or one that is gone."""
+    """(path, revision) of the base that a saved adapter names; UserError if it names none, or a missing one."""
     base, revision = _named(directory)
     if not base:
         raise UserError(f"{where}={directory} is an adapter that does not name its base: {_NAME_BASE}{directory}")
@@ -68,13 +68,13 @@ def _named(directory: Path) -> tuple[str | None, str | None]:
 
 
 def write_record(model: nn.Module, directory: Path) -> None:
-    """Write the record of a peft model's base beside its saved adapter."""
+    """Write the record of a peft model's base next to its saved adapter."""
     record = BaseRecord(fingerprint=fingerprint(model), quantization=quantization_of(model))
     (directory / RECORD).write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
 
 
 def read_record(directory: Path) -> BaseRecord | None:
-    """The record beside an adapter; None where it has none, as an adapter that flatpeak did not train."""
+    """The record next to an adapter; None if there is none, as for adapters not trained by flatpeak."""
     path = directory / RECORD
     if not path.is_file():
         return None
@@ -85,7 +85,7 @@ def read_record(directory: Path) -> BaseRecord | None:
 
 
 def check_base(model: nn.Module, directory: Path, *, where: str) -> None:
-    """Raise a UserError where an adapter's record is of another base than the model's; one without a record passes."""
+    """Raise a UserError if an adapter's record is about another base than the model's; without a record it passes."""
     record = read_record(directory)
     if record is None or record.fingerprint == fingerprint(model):
         return
@@ -106,8 +106,8 @@ def check_base(model: nn.Module, directory: Path, *, where: str) -> None:
 def fingerprint(model: nn.Module) -> str:
     """SHA-256 of the names, the shapes and the first elements of a model's frozen weights.
 
-    In bfloat16, to which a base in float32 and the same one in bfloat16 round alike; without quantized weights, which
-    depend on the device that has quantized them.
+    Weights are rounded to bfloat16, so that the same base in float32 and bfloat16 gives the same result. Quantized
+    weights are left out, because they depend on the device that quantized them.
     """
     import torch
 
@@ -123,12 +123,12 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def is_of_adapter(name: str) -> bool:
-    """Whether a parameter of that name belongs to an adapter."""
+    """Whether a parameter with that name belongs to an adapter."""
     return any(marker in name for marker in _ADAPTERS)
 
 
 def quantization_of(model: nn.Module) -> str | None:
-    """The value of `model.quantization` that a model was loaded with."""
+    """The value of `model.quantization` with which a model was loaded."""
     return "nf4" if any(type(parameter).__name__ == "Params4bit" for parameter in model.parameters()) else None
 
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA), as peft makes them: new, saved and loaded.
+"""Low-rank adapters (LoRA) by peft: creating, saving and loading them.
 
 Importing this module loads neither torch nor peft.
 """
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 
 class LoraConfig(StrictConfig):
-    """Low-rank adapters beside frozen weights, W x + s B A x (Hu et al. 2021, arXiv 2106.09685), as peft makes them."""
+    """Low-rank adapters beside frozen weights, W x + s B A x (Hu et al. 2021, arXiv 2106.09685), made by peft."""
 
     rank: Annotated[int, Field(ge=1)] = 16
     """The rank r of the products B A."""
     alpha: Annotated[float, Field(gt=0)] = 32
     """The scale s is alpha / rank, or alpha / sqrt(rank) with `rslora`."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout on the adapters' input in training passes, whatever `model.dropout` is; 0: none."""
+    """Dropout on the adapters' input in training passes, independent of `model.dropout`; 0: none."""
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
-    """Names of the layers that get adapters, such as [q_proj, v_proj]; all-linear: all but the output layer."""
+    """Names of the layers that get adapters, such as [q_proj, v_proj]; all-linear: all except the output layer."""
     modules_to_save: tuple[str, ...] = ()
     """Names of modules that are trained whole and saved with the adapters."""
     rslora: bool = False
@@ -41,8 +41,8 @@ class LoraConfig(StrictConfig):
     dora: bool = False
     """Weight decomposition into magnitude and direction (Liu et al. 2024, arXiv 2402.09353)."""
     adapter: str | None = None
-    """A directory or Hub name of an adapter to start from. It brings its own settings: of those above only `dropout`
-    may be given beside it. null: new adapters."""
+    """A directory or Hub name of an adapter to start from, with its own settings: of the settings above, only `dropout`
+    may be given with it. null: new adapters."""
 
     @model_validator(mode="after")
     def _settings_of_the_adapter(self) -> LoraConfig:
@@ -53,14 +53,14 @@ class LoraConfig(StrictConfig):
 
     @property
     def changed(self) -> list[str]:
-        """The settings of new adapters that differ from their defaults, dropout aside."""
+        """The settings of new adapters that differ from their defaults, except dropout."""
         names = sorted(set(type(self).model_fields) - {"adapter", "dropout"})
         return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
     @property
     def asks_for_new(self) -> bool:
-        """Whether it asks for adapters of its own kind, by more than dropout; a recipe that was written back has all
-        settings, those that are at their defaults too."""
+        """Whether it describes new adapters, by more than dropout. A recipe written by a run contains all settings,
+        also those with default values."""
         written = self.model_fields_set - {"dropout"}
         whole = self.model_fields_set >= set(type(self).model_fields)
         return bool(self.changed or self.adapter is not None or (written and not whole))
@@ -69,11 +69,11 @@ class LoraConfig(StrictConfig):
 def add_adapters(
     model: Any, config: LoraConfig, *, seed: int, head: str | None = None, revision: str | None = None
 ) -> Any:
-    """A peft model with new adapters in float32, B = 0, or with those of `config.adapter`; the base is frozen.
+    """A peft model with new adapters in float32 (B = 0), or with those of `config.adapter`; the base is frozen.
 
-    A is drawn from `seed`; the caller's generator stays as it is. `head` is the score head of a sequence classifier,
-    which is trained whole; `revision` is the base's. UserError where a target is in no layer's name, or the adapter
-    does not fit the model.
+    `seed` draws A; the caller's generator is not changed. `head` is the score head of a sequence classifier, which is
+    trained whole; `revision` is the base's. UserError if a target is in no layer's name, or the adapter does not fit
+    the model.
     """
     import torch
 
@@ -112,10 +112,10 @@ def load_adapter(
     revision: str | None = None,
     checked: bool = False,
 ) -> Any:
-    """A peft model with a saved adapter, trainable; UserError where that belongs to another base.
+    """A peft model with a saved adapter, trainable; UserError if the adapter belongs to another base.
 
     `scores` says that the model is a sequence classifier, `revision` is the base's, and `checked` says that the base
-    is known to be the right one, as one that was dequantized since. The caller's generator stays as it is.
+    is known to be right, for example because it was dequantized since. The caller's generator is not changed.
     """
     import torch
 
@@ -129,7 +129,7 @@ def load_adapter(
         config.inference_mode, config.lora_dropout = False, dropout
         config.revision = revision or config.revision
         config.base_model_name_or_path = getattr(model, "name_or_path", None)
-        with torch.random.fork_rng():  # it draws weights first, which are then replaced
+        with torch.random.fork_rng():  # it first draws random weights, which are then replaced
             adapted = peft.get_peft_model(model, config)
         _put(adapted, peft.utils.load_peft_weights(source, device="cpu"), where=f"{where}={path}")
     if not checked:
@@ -138,7 +138,7 @@ def load_adapter(
 
 
 def check_own_adapters(model: Any) -> None:
-    """Raise a UserError for a caller's peft model of which a checkpoint would lose a part."""
+    """Raise a UserError if a checkpoint of a caller's peft model would lose a part of it."""
     import torch
 
     if not hasattr(model, "get_base_model"):
@@ -172,7 +172,7 @@ def check_own_adapters(model: Any) -> None:
 
 
 def restore_adapter(model: Any, directory: Path) -> None:
-    """Put a checkpoint's adapter into a model that has such an adapter, the active one; UserError where it has not."""
+    """Load a checkpoint's adapter into a model whose active adapter is the same kind; UserError if it has none."""
     from safetensors.torch import load_file
 
     with _peft_errors(str(directory)):
@@ -180,14 +180,15 @@ def restore_adapter(model: Any, directory: Path) -> None:
 
 
 def save_adapter(model: Any, directory: Path) -> None:
-    """Write a peft model's active adapter as peft does, whatever its name, and the record of its base.
+    """Write a peft model's active adapter in peft's format, for any name of the adapter, and the record of its base.
 
-    A base in a directory is named by its absolute path, so that the adapter may be loaded from any other. Embeddings
-    are the base's unless they are trained: to find out whether they were resized peft would ask the Hub each time.
+    A base in a directory is named by its absolute path, so that the adapter can be loaded from any directory.
+    Embeddings count as the base's unless they are trained: to check whether they were resized, peft would ask the Hub
+    each time.
     """
     (name,) = active_adapters(model)
     model.save_pretrained(directory, selected_adapters=[name], save_embedding_layers=_trains_embeddings(model))
-    if name != "default":  # which peft alone writes into the directory itself
+    if name != "default":  # peft writes only this name into the directory itself
         for path in (directory / name).iterdir():
             path.replace(directory / path.name)
         (directory / name).rmdir()
@@ -214,14 +215,14 @@ def linear_names(model: nn.Module) -> list[str]:
 
 
 def active_adapters(model: Any) -> list[str]:
-    """The names of the active adapters of a peft model, or of one with `add_adapter` of transformers."""
+    """The names of the active adapters of a peft model, or of a model with transformers' `add_adapter`."""
     names: Any = model.active_adapters
-    active: list[str] = names() if callable(names) else names  # a method where transformers has added the adapter
+    active: list[str] = names() if callable(names) else names  # a method if transformers has added the adapter
     return active
 
 
 def _check_task(task: str | None, *, scores: bool, where: str) -> None:
-    """UserError where a language model is to get a reward model's adapter, or the other way round."""
+    """UserError if a language model should get a reward model's adapter, or the reverse."""
     if scores and task == "CAUSAL_LM":
         raise UserError(
             f"{where} is the adapter of a language model, without a score head: a reward model is trained from a plain "
@@ -232,7 +233,7 @@ def _check_task(task: str | None, *, scores: bool, where: str) -> None:
 
 
 def _put(model: Any, weights: Any, *, where: str) -> None:
-    """Put saved weights into a model's active adapter; UserError where they are those of another."""
+    """Load saved weights into a model's active adapter; UserError if they belong to another adapter."""
     (adapter,) = active_adapters(model)
     report = _peft().set_peft_model_state_dict(model, weights, adapter_name=adapter)
     own = (name for name in report.missing_keys if f".{adapter}." in f"{name}.")
@@ -242,7 +243,7 @@ def _put(model: Any, weights: Any, *, where: str) -> None:
 
 
 def _trains_embeddings(model: Any) -> bool:
-    """Whether embeddings or output layer are trained as they are, and not by an adapter or as `modules_to_save`."""
+    """Whether embeddings or output layer are trained directly, and not by an adapter or in `modules_to_save`."""
     base = model.get_base_model()
     layers = (
         getattr(layer, "base_layer", layer) for layer in (base.get_input_embeddings(), base.get_output_embeddings())
@@ -266,7 +267,7 @@ def _check_names(key: str, wanted: Iterable[str], model: nn.Module, *, choices: 
 
 
 def silence_bitsandbytes() -> None:
-    """Keep bitsandbytes, which peft imports too, from recommending kernels for CPUs that repack 4-bit weights."""
+    """Keep bitsandbytes, which peft imports too, from recommending CPU kernels that repack 4-bit weights."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
@@ -281,14 +282,14 @@ def _peft() -> Any:
 
 @contextmanager
 def _peft_errors(where: str, problem: str | None = None) -> Iterator[None]:
-    """A context in which what peft raises is a UserError that names the setting, unless memory has run out."""
+    """A context in which peft's errors become a UserError that names the setting, except running out of memory."""
     import torch
 
     with warnings.catch_warnings():
-        # It sets GPT-2's own switch and says so, and asks transformers by a name that is about to change.
+        # It changes GPT-2's switch and reports it, and calls transformers by a name that is about to change.
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing. is deprecated")
-        # What it warns of with tied embeddings, their merging, is the export's business, which unties them.
+        # Its warning about merging tied embeddings concerns only the export, which unties them.
         warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
         try:
             yield

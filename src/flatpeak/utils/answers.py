@@ -1,7 +1,7 @@
-"""Reading an answer out of a text: after the thinking, in an `<answer>` block, in a box, as a plain number.
+"""Reading an answer from a text: after the thinking, in an `<answer>` block, in a box, or as a plain number.
 
-A completion in the r1_zero form reads `<think>reasoning</think> <answer>result</answer>`. Many prompts end with
-`<think>`, so the completion starts inside the thinking: the tag is put back before the completion is graded.
+A completion in r1_zero form is `<think>reasoning</think> <answer>result</answer>`. Many prompts end with `<think>`, so
+that the completion starts inside the thinking: grading first puts the tag back.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _SIGN: Final = re.compile(
     rf"|(?P<both>\u00b1|\\(?:pm|mp)){_GAP}\Z",
     re.MULTILINE,
 )
-"""The sign of a box; a minus and a space before it are one only in a formula, elsewhere a dash."""
+"""The sign of a box. A minus with a space after it is a sign only in a formula, elsewhere a dash."""
 _GOES_ON: Final = re.compile(
     r"[.,/]?\d|[\u00b2\u00b3\u00b9\u00bc-\u00be\u2150-\u215e]|\^\s*\{?\s*-?\s*(?:\d|[a-np-z](?![A-Za-z]))|_\s*\{?\s*\d"
     r"|(?:[ \t]|\\[,;: ])*(?:(?:\+[ \t]*)?\\(?:[dt]?frac|sqrt|pi)(?![A-Za-z])"
     r"|(?:[+/]|\\(?:cdot|times|div)(?![A-Za-z]))\s*\d(?![^$\n=]{0,64}=)|-\s*\d+(?:\.\d+)?\s*(?:\$|\\[)\]]))"
 )
-"""Text behind a box that changes its number; degrees, percent and units do not, nor the rest of `\boxed{4} + 3 = 7`."""
+"""Text after a box that changes its number; not degrees, percent and units, nor the rest of `\boxed{4} + 3 = 7`."""
 _FORMULA_ENDS: Final = re.compile(r"\$|\\[)\]]|\n|\Z")
 _COMPOUND: Final = re.compile(r"[+\-,=<>/\s]")
 _NAME: Final = re.compile(rf"(?<![\w\\])(\w{{1,3}}\s*=\s*)(?:{_SIGNS})?{_GAP}\Z")
@@ -53,29 +53,29 @@ _JOINT: Final = re.compile(
 )
 _LONGEST_JOINT: Final = 48
 _WINDOW: Final = 24
-"""Characters before a box in which its name and its sign are."""
+"""Characters before a box that contain its name and its sign."""
 _NUMBER: Final = re.compile(r"(-?)((?:0|[1-9]\d*|[1-9]\d{0,2}(?:,\d{3})+)?)(?:\.(\d+))?")
 _INTEGER: Final = re.compile(r"-?\d+")
 _BLANKS: Final = frozenset("\u115f\u1160\u2800\u3164\uffa0")
-"""Letters and signs that show nothing: fillers of Hangul, and Braille without dots."""
+"""Invisible letters and signs: Hangul fillers, and Braille without dots."""
 
 
 def judged_text(completion: Completion, prompt: Prompt) -> str:
-    """The completion's text, after the `<think>` that the prompt's template ends with, if it ends with one."""
+    """The completion's text, preceded by the `<think>` at the end of the prompt's template, if there is one."""
     if not prompt.ends_in_question and prompt.text.rstrip().endswith(THINK_OPEN):
         return prompt.text[prompt.text.rindex(THINK_OPEN) :] + completion.text
     return completion.text
 
 
 def is_blank(text: str) -> bool:
-    """Whether a text shows nothing: it has only spaces, invisible characters and marks without a letter."""
+    """Whether a text shows nothing: only spaces, invisible characters and marks without a letter."""
     return all(character in _BLANKS or unicodedata.category(character)[0] in "CMZ" for character in text)
 
 
 def after_thinking(text: str) -> str:
     """The text after the last `</think>`, up to a `<think>` that stays open; the whole text without either tag.
 
-    A transcript cut in the middle of its thinking therefore has no answer, whatever the thoughts say.
+    So a transcript that is cut off in its thinking has no answer, for any content of the thoughts.
     """
     return text.rpartition(THINK_CLOSE)[2].partition(THINK_OPEN)[0]
 
@@ -83,7 +83,7 @@ def after_thinking(text: str) -> str:
 def last_answer(text: str) -> str | None:
     """The content of the last complete `<answer>...</answer>` after the thinking, or None.
 
-    A block ends at the first `</answer>` after its `<answer>`: in `<answer>no</answer> 5 </answer>` it is `no`.
+    A block ends at the first `</answer>` after its `<answer>`: for `<answer>no</answer> 5 </answer>` it is `no`.
     """
     block = last_block(after_thinking(text))
     return None if block is None else block[1]
@@ -102,7 +102,7 @@ def last_block(text: str) -> tuple[int, str] | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
-    r"""A `\boxed{...}` or `\fbox{...}` whose braces balance, or one of the commands without braces, `\boxed 5`."""
+    r"""A `\boxed{...}` or `\fbox{...}` with balanced braces, or such a command without braces, `\boxed 5`."""
 
     command: str
     """`boxed` or `fbox`."""
@@ -128,22 +128,22 @@ def find_boxes(text: str) -> list[Box]:
             command, escaped_twice, start = opened.pop()
             if command:
                 boxes.append(Box(command=command, start=start, end=token.start(), escaped_twice=escaped_twice))
-    # In `\boxed{\boxed 5}` both begin at one place, the outer one first.
+    # In `\boxed{\boxed 5}` both boxes begin at the same index, the outer one first.
     return sorted(boxes, key=lambda box: (box.start, box.end is None))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoxedAnswer:
-    """The answer in a box as it prints, with the name before it."""
+    """The answer in a box as printed, with the name before it."""
 
     name: str
-    """`x = ` of `x = \\boxed{5}`, or nothing."""
+    """`x = ` for `x = \\boxed{5}`; else empty."""
     text: str
-    r"""The content with what changes it outside: `-5` of `-\boxed{5}`, `5\sqrt2` of `\boxed{5}\sqrt2`."""
+    r"""The content with text outside that changes it: `-5` for `-\boxed{5}`, `5\sqrt2` for `\boxed{5}\sqrt2`."""
 
 
 def joined_answers(text: str, boxes: list[Box]) -> list[BoxedAnswer]:
-    """The answers of the last of some boxes with braces and of those that a comma, `and` or `or` joins to it."""
+    """The answers in the last of some boxes with braces, and in boxes joined to it by a comma, `and` or `or`."""
     joined = boxes[-1:]
     for box in reversed(boxes[:-1]):
         blank = any(not text[each.start : each.end].strip() for each in (box, joined[-1]))
@@ -168,7 +168,7 @@ def _printed(text: str, box: Box) -> BoxedAnswer:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}` whose braces balance, or None."""
+    r"""The content of the last `\boxed{...}` with balanced braces, or None."""
     for box in reversed(find_boxes(text)):
         if box.command == "boxed" and box.end is not None and not box.escaped_twice:
             return text[box.start : box.end]

@@ -1,9 +1,9 @@
-"""Text as text: templates alone make control tokens, whatever a question, an answer or a rationale spells.
+"""Text stays text: only templates make control tokens, whatever a question, an answer or a rationale contains.
 
-A tokenizer reads `<|im_end|>` as the end of a turn wherever it stands. `TextEncoder.quote` puts a mark into every such
-string of a text, `encode` reads the mark as a token of its own, which splits the string, and leaves that token out.
-Where a text and the template beside it would make a control token together, `encode` splits them too. Other texts have
-the tokens that the tokenizer gives them.
+A tokenizer reads `<|im_end|>` as the end of a turn anywhere in its input. `TextEncoder.quote` puts a mark into every
+such string of a text; `encode` reads the mark as a separate token, which splits the string, and then drops it. If a
+text and the template next to it together would make a control token, `encode` splits them too. Other texts get the
+tokenizer's usual tokens.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import Any, Final
 from flatpeak.utils.answers import ANSWER_CLOSE, ANSWER_OPEN, THINK_CLOSE, THINK_OPEN
 
 MARK: Final = "\ufddf\ufdd0\ufdde"
-"""Noncharacters of Unicode, in an order that no text has; no filter of a chat template changes them."""
+"""Unicode noncharacters, in an order that no text has; filters in chat templates do not change them."""
 _EDGE: Final = "\ufddf\ufdd1\ufdde"
-"""Such a mark at an end of a text, which counts if a control token would cross it."""
+"""A mark at an end of a text, which counts only if a control token would cross that end."""
 _WRITTEN_BY_MODELS: Final = frozenset({THINK_OPEN, THINK_CLOSE, ANSWER_OPEN, ANSWER_CLOSE})
-"""Tags of a completion's own form: text, also where a tokenizer has a token for them."""
+"""Tags of a completion's form: text, even if a tokenizer has a token for them."""
 _LISTED: Final = 4
-"""The most control tokens that a notice names."""
+"""The most control tokens that a notice lists."""
 
 
 class TextEncoder:
-    """A tokenizer that takes control tokens from templates alone.
+    """A tokenizer that takes control tokens only from templates.
 
-    Control tokens are the tokenizer's special tokens, and the added tokens by which its chat template marks turns
-    (DeepSeek's are not special). Tokens of one character, or of whitespace, are text.
+    Control tokens are the tokenizer's special tokens, and the added tokens with which its chat template marks turns
+    (DeepSeek's are not special). Tokens of one character, or of whitespace, count as text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -45,9 +45,9 @@ class TextEncoder:
         return self._with_edges(self._broken_up(text))
 
     def quote_all(self, value: Any) -> Any:
-        """The value with every text quoted, also in lists and mappings.
+        """The value with every text quoted, also inside lists and mappings.
 
-        Templates look keys and single words up (a role, a type), and make tokens of them: they get no edges.
+        Templates look up keys and single words (a role, a type) and make tokens from them, so these get no edges.
         """
         if isinstance(value, str):
             return self._broken_up(value) if value.isidentifier() else self.quote(value)
@@ -84,14 +84,14 @@ class TextEncoder:
         return frozenset(token for token in control - _WRITTEN_BY_MODELS if len(token) > 1 and not token.isspace())
 
     def _broken_up(self, text: str) -> str:
-        """The text with a mark inside every control token that it spells as a whole."""
+        """The text with a mark inside every control token that is completely in it."""
         while starts := self.control_strings(text):
             cuts = [0, *(start + 1 for start in starts), len(text)]
             text = MARK.join(text[begin:end] for begin, end in pairwise(cuts))
         return text
 
     def control_strings(self, text: str) -> list[int]:
-        """The places where control tokens begin in a text: as they are written, else as the normalizer writes them."""
+        """The places where control tokens begin in a text, as written, or else as the normalizer writes it."""
         if self._pattern is None:
             return []
         written = [match.start() for match in self._pattern.finditer(text)]
@@ -107,14 +107,14 @@ class TextEncoder:
         ]
 
     def _spells_one(self, text: str) -> bool:
-        """Whether the normalized text has a control token in it."""
+        """Whether the normalized text contains a control token."""
         if self._normalizer is None or self._pattern is None:
             return False
         return self._pattern.search(self._normalizer.normalize_str(text)) is not None
 
     @cached_property
     def _names(self) -> frozenset[str]:
-        """Control tokens, as they are written and as the normalizer writes them."""
+        """Control tokens, as written and as normalized."""
         if self._normalizer is None:
             return self.control_tokens
         normalized = map(self._normalizer.normalize_str, self.control_tokens)
@@ -122,11 +122,11 @@ class TextEncoder:
 
     @cached_property
     def _pattern(self) -> re.Pattern[str] | None:
-        """A pattern of the control tokens; None where there are none."""
+        """A pattern of the control tokens; None if there are none."""
         return re.compile(_any_of(self._names)) if self._names else None
 
     def _with_edges(self, text: str) -> str:
-        """The text with an edge at every end that could be a part of a control token."""
+        """The text with an edge at every end that could be part of a control token."""
         body = text.strip()
         if not body:
             return text
@@ -135,7 +135,8 @@ class TextEncoder:
         inside = len(body) < longest and any(one in name for one in written for name in self._names)
         halves = [(one[:size], one[-size:]) for one in written for size in range(1, longest)]
         before, after = text.split(body, 1)
-        before += _EDGE if inside or any(first in ends for first, _ in halves) else ""
+        if inside or any(first in ends for first, _ in halves):
+            before += _EDGE
         after = (_EDGE if inside or any(last in beginnings for _, last in halves) else "") + after
         return f"{before}{body}{after}"
 
@@ -147,23 +148,23 @@ class TextEncoder:
         return frozenset(beginnings), frozenset(ends), max(map(len, self._names), default=0)
 
     def _without_edges(self, quoted: str) -> str:
-        """The text with marks in place of the edges, or without them where no control token would cross one."""
+        """The text with edges replaced by marks; edges that no control token would cross are removed."""
         joined = quoted.replace(_EDGE, "")
         if joined == quoted or self._outline(joined) == [one.replace(_EDGE, "") for one in self._outline(quoted)]:
             return joined
         return quoted.replace(_EDGE, MARK)
 
     def _outline(self, text: str) -> list[str]:
-        """The text, as it is written and as the normalizer writes it, with every control token between two marks."""
+        """The text, as written and as normalized, with every control token between two marks."""
         texts = [text] if self._normalizer is None else [text, self._normalizer.normalize_str(text)]
         return [text if self._pattern is None else self._pattern.sub(rf"{MARK}\g<0>{MARK}", text) for text in texts]
 
     @cached_property
     def _splitting(self) -> Any | None:
-        """A copy of the tokenizer that reads the mark as a token of its own; None where the tokenizer allows none."""
+        """A copy of the tokenizer that reads the mark as a separate token; None if the tokenizer does not allow it."""
         from transformers import AddedToken
 
-        with suppress(Exception):  # a caller's own tokenizer may refuse copies and new tokens in any way
+        with suppress(Exception):  # a caller's tokenizer may refuse copies and new tokens in any way
             splitting = copy.deepcopy(self.tokenizer)
             splitting.add_tokens([AddedToken(MARK, normalized=False)])
             if splitting.convert_tokens_to_ids(MARK) in splitting.encode(MARK, add_special_tokens=False):
@@ -171,7 +172,7 @@ class TextEncoder:
         return None
 
     def _encode_pieces(self, quoted: str, *, add_special_tokens: bool) -> list[int]:
-        """The token ids of the pieces between the marks, among the special tokens that the tokenizer adds."""
+        """The token ids of the pieces between the marks, together with special tokens that the tokenizer adds."""
         encode = self.tokenizer.encode
         first, *others = (list(encode(piece, add_special_tokens=False)) for piece in quoted.split(MARK))
         rest = [token for piece in others for token in piece]
@@ -183,7 +184,7 @@ class TextEncoder:
 
 
 def _any_of(names: Iterable[str]) -> str:
-    """A pattern of the longest of these names that branches where they differ, so that a thousand names cost little."""
+    """A pattern for the longest of these names that branches where they differ, so that a thousand names are fast."""
     names = sorted(names)
     shared = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(names[0], names[-1], strict=False)))
     rests = groupby((name[len(shared) :] for name in names), key=lambda rest: rest[:1])
@@ -198,20 +199,20 @@ def unquote(quoted: str) -> str:
 
 
 def _dialogues(tokenizer: Any) -> str:
-    """Dialogues in the tokenizer's chat template, with a system message and without; those that it takes."""
+    """Dialogues in the tokenizer's chat template, with and without a system message, if it accepts them."""
     from jinja2.exceptions import TemplateError
 
     texts = []
     for roles in (("system", "user", "assistant", "user"), ("user", "assistant", "user")):
         messages = [{"role": role, "content": "?"} for role in roles]
-        # A template is its author's code, and may refuse a role or fail.
+        # A template is code that may refuse a role, or fail.
         with suppress(TemplateError, TypeError, ValueError, LookupError, AttributeError):
             texts.append(str(tokenizer.apply_chat_template(messages, tokenize=False)))
     return "\n".join(texts)
 
 
 def notice_of_control_tokens(texts: Iterable[str], tokenizer: Any, *, what: str) -> str | None:
-    """A notice of texts that spell control tokens; None for none."""
+    """A notice about texts that contain control tokens; None if there are none."""
     encoder = TextEncoder(tokenizer)
     texts = list(texts)
     spelled: Sequence[str] = [text for text in texts if encoder.control_strings(text)]

@@ -1,4 +1,4 @@
-"""The way torch and transformers load: environment variables that are set before, and no garbage collection."""
+"""Loading torch and transformers: environment variables to set first, and imports without garbage collection."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Final
 from flatpeak.kernels.processor import vendor
 
 DEFAULTS: Final = {
-    # Threads that spin while they wait made runs on a busy machine 13 to 20 times slower; a bounded spin is no way out
+    # Threads that spin while waiting made runs on a busy machine 13 to 20 times slower; a bounded spin does not help
     # (docs/engine.md, Threads).
     "OMP_WAIT_POLICY": "PASSIVE",
     # Its threads would warn at every fork.
     "TOKENIZERS_PARALLELISM": "false",
-    # A bar for every checkpoint would tear the display apart.
+    # A progress bar for every checkpoint would break the display.
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
 STRICT_MKL: Final = ("MKL_CBWR", "AUTO,STRICT")
-"""Intel's processors only: MKL otherwise multiplies few rows there by other kernels than many, so that a completion's
-bits depend on its company (docs/engine.md)."""
+"""Intel's processors only: otherwise MKL multiplies few rows by other kernels than many, so that a completion's bits
+depend on the other completions (docs/engine.md)."""
 
 
 def set_defaults() -> None:
-    """Set what the user has not."""
+    """Set the variables that the user has not set."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     if vendor() == "GenuineIntel":
@@ -34,9 +34,9 @@ def set_defaults() -> None:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """A context for imports and loading, without garbage collection: it finds none, and took a sixth of their time.
+    """A context for imports and loading without garbage collection, which would find nothing in a sixth of their time.
 
-    What is there then moves to the oldest generation: else the next collection of each generation looks through it.
+    Afterwards all objects move to the oldest generation, so that the next collections need not look through them.
     """
     collects = gc.isenabled()
     gc.disable()

@@ -14,20 +14,20 @@ from flatpeak.errors import UserError, brief
 
 SUFFIX: Final = ".gguf"
 _LISTED: Final = 8
-"""Files that an error lists."""
+"""The most files that an error lists."""
 
 
 def names_hub_file(path: str) -> bool:
-    """Whether a name is that of a GGUF file on the Hub, `ORGANIZATION/REPOSITORY/FILE.gguf`, and no file here."""
+    """Whether a name is that of a GGUF file on the Hub, `ORGANIZATION/REPOSITORY/FILE.gguf`, and not a local file."""
     hub = path.count("/") == 2 and not path.startswith((".", "/", "~"))
     return path.endswith(SUFFIX) and hub and not Path(path).is_file()
 
 
 def find_gguf(path: str, *, revision: str | None = None) -> Path | None:
-    """The GGUF file that `model.path` names; None where it names another kind of model.
+    """The GGUF file that `model.path` names; None if it names another kind of model.
 
-    A directory or a repository of the Hub may be named where it has one such file and no config.json. UserError for
-    several files, and for a missing one.
+    A directory or Hub repository may be named if it has exactly one such file and no config.json. UserError for several
+    files, and for a missing file.
     """
     local = Path(path).expanduser()
     if local.is_dir():
@@ -64,9 +64,9 @@ def _only(place: str, files: list[Path]) -> Path | None:
 
 
 def dequantized(file: Path) -> Path:
-    """The directory with a GGUF file's model in float32 and its tokenizer; made where the cache does not have it.
+    """The directory with a GGUF file's model in float32 and its tokenizer; created if it is not in the cache.
 
-    It takes 4 bytes per weight. UserError where a package is missing, the file cannot be read, or the cache cannot be
+    It takes 4 bytes per weight. UserError if a package is missing, the file cannot be read, or the cache cannot be
     written.
     """
     directory = cache_directory(file)
@@ -79,9 +79,9 @@ def dequantized(file: Path) -> Path:
                 _convert(file, made)
                 made.rename(directory)
         except OSError as error:
-            if error.errno is None:  # transformers' own
+            if error.errno is None:  # raised by transformers itself
                 raise
-            if not directory.is_dir():  # else another process has made it
+            if not directory.is_dir():  # otherwise another process has created it
                 raise UserError(_unwritable(home, brief(error))) from error
     return directory
 
@@ -91,7 +91,7 @@ def _unwritable(home: Path, reason: str) -> str:
 
 
 def cache_directory(file: Path) -> Path:
-    """The directory of the cache that a GGUF file's model belongs into."""
+    """The cache directory for a GGUF file's model."""
     import transformers
 
     facts = file.stat()
@@ -110,7 +110,7 @@ def _convert(file: Path, directory: Path) -> None:
     if not (is_gguf_available() and is_accelerate_available()):
         raise UserError('a GGUF file needs the packages gguf and accelerate: pip install "flatpeak[gguf]"')
     try:
-        with redirect_stderr(io.StringIO()):  # bars would stand across whatever display a run has
+        with redirect_stderr(io.StringIO()):  # progress bars would overwrite the run's display
             _read_and_save(file, directory)
     except (ValueError, KeyError, IndexError, NotImplementedError) as error:
         if isinstance(error, UserError):
@@ -134,11 +134,11 @@ def _read_and_save(file: Path, directory: Path) -> None:
             f"{file.name} lacks weights of {type(model).__name__} ({', '.join(missing[:3])}); merge a file of several "
             "parts first (llama-gguf-split --merge)"
         )
-    # What is saved has plain weights, in which loaders would look for quantized ones.
+    # The saved weights are plain; with this setting, loaders would look for quantized weights.
     del model.config.quantization_config
     model.hf_quantizer = None
     try:
         model.save_pretrained(directory)
-    except SafetensorError as error:  # as of a full disk
+    except SafetensorError as error:  # for example because of a full disk
         raise UserError(_unwritable(directory.parents[1], brief(error))) from error
     tokenizer.save_pretrained(directory)

@@ -1,4 +1,4 @@
-"""Host memory: beside a device, for tensors that it needs only now and then, and kept from pass to pass on a CPU."""
+"""Host memory: for tensors that a device needs only now and then; on a CPU, kept from pass to pass."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from torch import Tensor
 KEPT = 1 << 30
 """Bytes of freed memory that the C library keeps."""
 LARGEST_KEPT = 32 << 20
-"""Bytes of the largest tensor whose memory is kept: the most that glibc allows."""
+"""Bytes of the largest tensor whose memory is kept: the maximum that glibc allows."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep what tensors have freed, for the next pass; False where it is left as it is.
+    """Let glibc keep the memory of freed tensors for the next pass; False if its settings are left unchanged.
 
-    By default it returns what is free above 64 MiB or less, and a tenth of a small model's training pass was the time
-    of Linux to clear the same pages again. The thresholds hold for the process; those that the user has set stay.
+    By default it returns free memory above 64 MiB or less to Linux, and clearing the same pages again took a tenth of a
+    small model's training pass. The thresholds hold for the whole process; user-set thresholds win.
     """
     chosen = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
     if sys.platform != "linux" or any(name in os.environ for name in chosen):
         return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # missing in other C libraries
     return bool(mallopt and mallopt(_MMAP_THRESHOLD, LARGEST_KEPT) and mallopt(_TRIM_THRESHOLD, KEPT))
 
 
 class HostMemory:
     """Copies of a device's tensors in host memory, pinned so that a copy is one transfer without the processor.
 
-    Copies are made in the order of the device's other work. The host may read them after `wait`.
+    Copies are ordered with the device's other work. The host may read them after `wait`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -42,11 +42,11 @@ class HostMemory:
 
     @classmethod
     def beside(cls, device: torch.device) -> HostMemory | None:
-        """The host memory of a CUDA device; None for others, a CPU above all, whose tensors lie there anyway."""
+        """The host memory of a CUDA device; None for other devices, such as a CPU, whose tensors are already there."""
         return cls(device) if device.type == "cuda" else None
 
     def store(self, tensor: Tensor, *, into: Tensor | None = None) -> Tensor:
-        """Copy a tensor to the host, into the memory of an earlier result if that is given."""
+        """Copy a tensor to the host; into the memory of an earlier result, if given."""
         host = torch.empty_like(tensor, device="cpu", pin_memory=True) if into is None else into
         return host.copy_(tensor.detach(), non_blocking=True)
 
@@ -60,9 +60,9 @@ class HostMemory:
 
 
 class OffloadedWeights:
-    """Weights that lie in host memory, and on the device only while they are read.
+    """Weights that are in host memory, and on the device only while they are read.
 
-    A weight stays the same object. Values that are to last are written while it is on the host.
+    A weight stays the same object. To change values for good, write them while the weight is on the host.
     """
 
     def __init__(self, weights: Iterable[Tensor], host: HostMemory) -> None:
@@ -75,7 +75,7 @@ class OffloadedWeights:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """A context in which the weights are on the device, copied once however contexts are nested."""
+        """A context in which the weights are on the device; nested contexts copy them only once."""
         self._readers += 1
         hosts = [weight.data for weight in self._weights] if self._readers == 1 else []
         try:
@@ -89,7 +89,7 @@ class OffloadedWeights:
 
 
 def offload_notices(switches: Mapping[str, bool], device: torch.device) -> list[str]:
-    """The notice of settings, by dotted key, that have nothing to offload from a device without memory of its own."""
+    """The notice about settings, by dotted key, that have no effect because the device uses host memory itself."""
     wanted = [key for key, on in switches.items() if on]
     if not wanted or HostMemory.beside(device) is not None:
         return []

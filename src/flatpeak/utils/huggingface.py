@@ -1,4 +1,4 @@
-"""The ground floor of everything that comes from Hugging Face: Hub or cache, quiet loading, tokenizers, devices.
+"""Helpers for everything from Hugging Face: Hub or cache, quiet loading, tokenizers, devices.
 
 Importing it loads neither torch nor transformers.
 """
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     import torch
 
 PATIENCE: Final = 5.0
-"""Seconds for one attempt to connect: the Hub's own client would try for half a minute."""
+"""Seconds for one attempt to connect: by default the Hub's client would try for half a minute."""
 _LISTED_PIECES: Final = 10
-"""Unknown substrings that a notice lists."""
+"""The most unknown substrings that a notice lists."""
 _TOKENIZER_FILES: Final = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken")
 
 
 @contextmanager
 def load_errors(path: str, *, where: str, kind: str = "") -> Iterator[None]:
-    """A context for `from_pretrained(path)` in which every failure is a UserError that names the setting `where`.
+    """A context for `from_pretrained(path)` in which every failure becomes a UserError that names the setting `where`.
 
-    `kind` is the kind of model that the files should hold. The Hub is asked only where `path` is no directory. Running
-    out of memory says nothing about the files and is raised as it is.
+    `kind` is the kind of model that the files should contain. The Hub is asked only if `path` is not a directory.
+    Running out of memory is not the files' fault and is raised unchanged.
     """
     with hub_or_directory(path) as problem:
         try:
@@ -41,7 +41,7 @@ def load_errors(path: str, *, where: str, kind: str = "") -> Iterator[None]:
             if isinstance(error, MemoryError | torch.OutOfMemoryError):
                 raise
             reason = (
-                f"it is no directory here, {problem}; name one, or check the network"
+                f"it is not a directory here, {problem}; name one, or check the network"
                 if problem
                 else _reason(error, where=where)
             )
@@ -49,11 +49,11 @@ def load_errors(path: str, *, where: str, kind: str = "") -> Iterator[None]:
 
 
 def _reason(error: Exception, *, where: str) -> str:
-    """The reason of a failed load, with the fix where the files are known to be at fault."""
+    """The reason for a failed load, with the fix if the files are known to be at fault."""
     from safetensors import SafetensorError
 
     if isinstance(error, UserError):
-        return str(error)  # whole: its end names the fix
+        return str(error)  # in full, because its end names the fix
     if "trust_remote_code" in str(error):
         fix = "set model.trust_remote_code=true if you trust it" if where == "model.path" else "name a model without"
         return f"it comes with code of its own, which is not run: {fix}"
@@ -61,16 +61,16 @@ def _reason(error: Exception, *, where: str) -> str:
         return f"{brief(error)}; a file of weights is cut short, damaged, or a pointer of Git LFS: fetch it again"
     if isinstance(error, json.JSONDecodeError):
         return f"{brief(error)}; one of its .json files is damaged: fetch it again"
-    if type(error).__name__ == "UnpicklingError":  # pickle's, which nothing here imports
+    if type(error).__name__ == "UnpicklingError":  # from pickle, which is not imported here
         return "its weights are a pickle that is damaged, or holds more than tensors: convert them to safetensors"
     return brief(error)
 
 
 def load_tokenizer(path: str, **settings: Any) -> Any:
-    """The tokenizer of a directory or Hub name; `settings` are those of `from_pretrained`.
+    """The tokenizer of a directory or Hub name; `settings` go to `from_pretrained`.
 
-    A directory whose tokenizer_config.json refers to tokenizer.json alone is read so: for some types of model (qwen2)
-    AutoTokenizer splits words as that type's own tokenizer would, whatever the files say.
+    If a directory's tokenizer_config.json refers only to tokenizer.json, only that is read: for some model types
+    (qwen2) AutoTokenizer splits words as that type's own tokenizer would, ignoring the files.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -83,7 +83,7 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def is_self_contained(path: str) -> bool:
-    """Whether a directory's tokenizer is all in tokenizer.json, without a class of its own."""
+    """Whether a directory's tokenizer is completely in tokenizer.json, without a class of its own."""
     config, tokenizer = (Path(path) / name for name in ("tokenizer_config.json", "tokenizer.json"))
     if not (config.is_file() and tokenizer.is_file()):
         return False
@@ -92,9 +92,9 @@ def is_self_contained(path: str) -> bool:
 
 
 def local_or_hub(path: str, *, revision: str | None = None) -> str:
-    """The argument of `from_pretrained` for a setting: a directory with `~` expanded, or a Hub name as it is.
+    """The argument of `from_pretrained` for a setting: a directory with `~` expanded, or a Hub name unchanged.
 
-    For a GGUF file, or a directory or Hub name with one, it is the directory that the file was dequantized into.
+    For a GGUF file, or a directory or Hub name with such a file, it is the directory with the dequantized model.
     """
     file = find_gguf(path, revision=revision)
     if file is not None:
@@ -104,9 +104,9 @@ def local_or_hub(path: str, *, revision: str | None = None) -> str:
 
 
 def is_surely_local(path: str) -> bool:
-    """Whether a name can only be meant as a local path: Hub names have at most one slash, and none begins so.
+    """Whether a name can only be a local path: Hub names have at most one slash, and do not begin like this.
 
-    A GGUF file is local unless it has the form of one on the Hub.
+    A GGUF file is local unless its name has the form of a file on the Hub.
     """
     if path.endswith(SUFFIX):
         return not names_hub_file(path)
@@ -116,7 +116,7 @@ def is_surely_local(path: str) -> bool:
 def unknown_characters(tokenizer: Any, text: str) -> list[str]:
     """The substrings that a tokenizer drops or replaces by its unknown token, each once.
 
-    An empty list for a tokenizer without offsets.
+    Empty for a tokenizer without offsets.
     """
     if not getattr(tokenizer, "is_fast", False):
         return []
@@ -126,7 +126,7 @@ def unknown_characters(tokenizer: Any, text: str) -> list[str]:
         covered.update(range(start, end))
         if token == tokenizer.unk_token_id and end > start:
             unknown.append(text[start:end])
-    # Behind a character that was dropped, offsets are unreliable: each character is tokenized by itself.
+    # After a dropped character, offsets are unreliable: tokenize each character by itself.
     if any(at not in covered and not one.isspace() for at, one in enumerate(text)):
         single = (one for one in text if not one.isspace())
         unknown += [one for one in single if not tokenizer.encode(one, add_special_tokens=False)]
@@ -134,9 +134,9 @@ def unknown_characters(tokenizer: Any, text: str) -> list[str]:
 
 
 def notice_of_unknown_characters(texts: Sequence[str], tokenizer: Any) -> str | None:
-    """A notice of texts with characters that the tokenizer drops or replaces by its unknown token; None for none."""
-    # Apart from each other: a word of all characters would be unknown as a whole. Where the tokenizer knows words and
-    # not their letters, the texts themselves decide.
+    """A notice about texts with characters that the tokenizer drops or replaces by its unknown token; None if none."""
+    # Separated, because a word of all characters would be unknown as a whole. If the tokenizer knows words but not
+    # their letters, the texts themselves decide.
     suspects = unknown_characters(tokenizer, " ".join(sorted(set().union(*texts))))
     affected = [
         unknown
@@ -153,7 +153,7 @@ def notice_of_unknown_characters(texts: Sequence[str], tokenizer: Any) -> str | 
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """A context in which transformers draws no bar at loads and saves, across whatever display a run has."""
+    """A context without transformers' progress bars when loading and saving, which would overwrite the display."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()
@@ -167,9 +167,9 @@ def no_progress_bar() -> Iterator[None]:
 
 @contextmanager
 def no_load_report_before_errors() -> Iterator[None]:
-    """A context without transformers' table of weights that do not fit a model where a UserError of its own says so.
+    """A context without transformers' table of weights that do not fit a model, if a UserError says the same.
 
-    In all other cases the table is logged at the end; an error of transformers may refer to it.
+    In all other cases the table is logged at the end, because an error of transformers may refer to it.
     """
     held: list[logging.LogRecord] = []
 
@@ -195,7 +195,7 @@ def no_load_report_before_errors() -> Iterator[None]:
 
 @contextmanager
 def no_warnings() -> Iterator[None]:
-    """A context in which transformers logs errors only."""
+    """A context in which transformers logs only errors."""
     from transformers.utils.logging import get_verbosity, set_verbosity, set_verbosity_error
 
     level = get_verbosity()
@@ -207,7 +207,7 @@ def no_warnings() -> Iterator[None]:
 
 
 def pick_device(name: str, *, where: str) -> torch.device:
-    """The device of a setting's value: `auto` is cuda where there is one, else cpu. `where` names the setting."""
+    """The device for a setting's value: `auto` is cuda if available, else cpu. `where` names the setting."""
     import torch
 
     if name == "auto":
@@ -223,7 +223,7 @@ def pick_device(name: str, *, where: str) -> torch.device:
 
 @contextmanager
 def hub_or_directory(path: str) -> Iterator[str | None]:
-    """`hub_or_cache` for a path that may be a directory or a file, for which the Hub is not asked."""
+    """`hub_or_cache` for a path that may be a directory or a file, in which case the Hub is not asked."""
     if Path(path).expanduser().exists():
         yield None
     else:
@@ -233,11 +233,11 @@ def hub_or_directory(path: str) -> Iterator[str | None]:
 
 @contextmanager
 def hub_or_cache() -> Iterator[str | None]:
-    """A context in which the Hub is asked, or, where it does not answer one request, only its local cache.
+    """A context in which the Hub is asked; if it does not answer one request, only its local cache.
 
-    Yields None, or why the Hub does not answer, for the error message of what is not in the cache.
+    Yields None, or the reason why the Hub does not answer, for the error about anything missing in the cache.
     """
-    from huggingface_hub import constants  # here, because a run on local files never needs it
+    from huggingface_hub import constants  # imported here because a run on local files never needs it
 
     problem = _problem()
     before = constants.HF_HUB_OFFLINE
@@ -250,7 +250,7 @@ def hub_or_cache() -> Iterator[str | None]:
 
 @contextmanager
 def cache_alone() -> Iterator[None]:
-    """A context in which nothing is fetched: of the Hub, only what its local cache has is there."""
+    """A context in which nothing is fetched: only the Hub's local cache is used."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
@@ -267,22 +267,22 @@ def _problem() -> str | None:
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set, and it was not fetched before"
     try:
-        # Through the client's own session, which knows the proxies. Any reply will do.
+        # Uses the client's session, which knows the proxies. Any reply will do.
         get_session().head(constants.ENDPOINT, timeout=PATIENCE)
-    except Exception as error:  # the session's library is a private choice of the client, and so are its errors
+    except Exception as error:  # the client's HTTP library may change, and with it the types of errors
         return f"{constants.ENDPOINT} cannot be reached ({str(error).strip() or type(error).__name__})"
     return None
 
 
 def save_tokenizer(tokenizer: Any, directory: Path) -> None:
-    """Write a tokenizer with the same bytes wherever it was loaded from: transformers marks one from a directory."""
+    """Write a tokenizer with the same bytes for any origin; transformers marks tokenizers loaded from a directory."""
     for mark in ("is_local", "local_files_only"):
         tokenizer.init_kwargs.pop(mark, None)
     tokenizer.save_pretrained(directory)
 
 
 def share_weights(directory: Path) -> None:
-    """Make weights as readable as their directory: safetensors lets only their owner read them, whatever the umask."""
+    """Make weights as readable as their directory: safetensors makes them readable only by their owner."""
     mode = directory.stat().st_mode & 0o666
     for path in directory.rglob("*.safetensors"):
         with suppress(PermissionError):  # a network file system without modes

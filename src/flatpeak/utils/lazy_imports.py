@@ -8,9 +8,9 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: dict[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package whose public names are defined in the modules that `homes` gives, by name.
+    """The `__getattr__` of a package whose public names are defined in the modules that `homes` lists by name.
 
-    A module is imported when one of its names is used, so that a package's configuration loads no torch.
+    A module is imported when one of its names is first used, so that a package's configuration does not load torch.
     """
 
     def get(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Memory and cores that this process may use: those of the machine, or of its container where that has fewer."""
+"""Memory and cores that this process may use: those of the machine, or of its container if that has fewer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ROOT: Final = Path("/")
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of memory that programs can have."""
+    """Bytes of memory available to programs."""
 
     total: int
     free: int
 
 
 def host_memory(root: Path = ROOT) -> Memory:
-    """The memory of the machine, or of the control group where that has less."""
+    """The memory of the machine, or of the control group if that has less."""
     machine = psutil.virtual_memory()
     total, free = machine.total, machine.available
     for group in _groups(root, "memory"):
@@ -31,29 +31,29 @@ def host_memory(root: Path = ROOT) -> Memory:
         used = _number(group, "memory.current", "memory.usage_in_bytes")
         if limit is not None and used is not None:
             total = min(total, limit)
-            # Cached files count as used; Linux drops them first.
+            # Cached files count as used, but Linux drops them first.
             free = min(free, max(0, limit - used + _cached(group)))
     return Memory(total=total, free=free)
 
 
 def resident_memory() -> int:
-    """Bytes of this process in memory."""
+    """Bytes of memory that this process occupies."""
     return int(psutil.Process().memory_info().rss)
 
 
 def affinity() -> int:
-    """The cores that the system schedules this process on."""
+    """The number of cores on which the system may run this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """The cores of `affinity`, or the control group's quota of their time, rounded up, where that is less."""
+    """The cores of `affinity`, or the control group's quota of their time, rounded up, if that is less."""
     cores = affinity()
     for group in _groups(root, "cpu"):
         quota, _, period = _text(group / "cpu.max").partition(" ")
         if not quota:
             quota, period = _text(group / "cpu.cfs_quota_us"), _text(group / "cpu.cfs_period_us")
-        if quota.isdecimal() and period.isdecimal():  # "max" and -1 are no limit
+        if quota.isdecimal() and period.isdecimal():  # "max" and -1 mean no limit
             cores = min(cores, max(1, math.ceil(int(quota) / int(period))))
     return cores
 
@@ -66,7 +66,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
         if controllers:
             base /= controller
         if not controllers or controller in controllers.split(","):
-            # In a container the path is often the host's; the group itself then lies at the base.
+            # In a container the path is often the host's; the group itself is then at the base.
             group = base / path.lstrip("/")
             yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(base))
 
@@ -79,7 +79,7 @@ def _cached(group: Path) -> int:
 
 
 def _number(group: Path, *names: str) -> int | None:
-    """The number in the first of these files that has one; None for no limit."""
+    """The number in the first of these files that has a number; None for no limit."""
     texts = (_text(group / name) for name in names)
     return next((int(text) for text in texts if text.isdecimal()), None)
 

@@ -14,9 +14,9 @@ from flatpeak.utils.adapters import silence_bitsandbytes
 def loading_options(
     quantization: str | None, *, dtype: torch.dtype, device: torch.device, done: bool = False
 ) -> dict[str, Any]:
-    """The arguments of `from_pretrained` that quantize a model as it is loaded; none for null.
+    """The arguments of `from_pretrained` that quantize a model as it is loaded; empty for null.
 
-    Products are computed in `dtype`. `done` says that the files are quantized already.
+    Products are computed in `dtype`. `done` says that the files are already quantized.
     """
     if quantization is None:
         return {}
@@ -39,10 +39,10 @@ def loading_options(
 
 
 def disable_repacking(model: nn.Module) -> None:
-    """Switch off bitsandbytes' own layout for CPUs with AVX512-BF16.
+    """Switch off bitsandbytes' weight layout for CPUs with AVX512-BF16.
 
-    At the first pass without gradients it would repack the weights in place and for good: they would then be multiplied
-    in bfloat16, and give their input no gradient.
+    At the first pass without gradients it would repack the weights in place and permanently: they would then be
+    multiplied in bfloat16, and give their input no gradient.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

@@ -1,4 +1,4 @@
-"""Redaction of secrets: API keys, tokens and passwords stay out of everything that a run writes or prints."""
+"""Redaction of secrets: keeps API keys, tokens and passwords out of everything that a run writes or prints."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from flatpeak.errors import UserError
 
 HIDDEN: Final = "[redacted]"
 NO_KEY: Final = "none"
-"""The key of a request that names none: local servers want some text."""
+"""The key of a request without a key, because local servers require some text."""
 # Rollouts are redacted too, so ordinary words ("task-oriented-dialog", "a bearer instrument") must not look like keys.
 _PATTERNS: Final = re.compile(
     r"""(?<=://)[^/\s:@"']*:[^/\s@"']+(?=@)            # user:password@ in a URL; first, for a user shaped like a token
     |   (?<=://)(?=[A-Za-z_-]*[0-9])[\w-]{16,}(?=@)     # token@
-    |   (?:(?<![a-z])|(?<=%[0-9a-f]{2}))               # within a word none begins, but for a percent-escape before it
+    |   (?:(?<![a-z])|(?<=%[0-9a-f]{2}))               # never starts inside a word, except after a percent-escape
         (?:(?:sk-|gsk_|AIza|xai-|nvapi-)[A-Za-z0-9_*-]{12,}  # OpenAI, Anthropic, Groq, Google, xAI, NVIDIA
         |hf_[A-Za-z0-9*]{16,})                         # Hugging Face; no name in code, such as hf_hub_download
     |   (?<![A-Za-z])[sr]k_(?:live|test)_[A-Za-z0-9]{12,}  # Stripe
@@ -54,13 +54,13 @@ _SECRET_NAME: Final = re.compile(
     )$""",
     re.VERBOSE,
 )
-"""The end of a name of a secret, as `_spelled` gives it; `token` alone is one, `max_tokens` is none."""
+"""The end of a secret's name, as `_spelled` gives it; includes `token` alone, but not `max_tokens`."""
 _SPECIAL_TOKEN: Final = re.compile(
     r"(?:^|_)(?:eos|bos|pad|unk|sep|cls|mask|stop|start|end|begin|special|think|answer|image|first|last|next|new"
     r"|target|tool|design|prefix|suffix|middle)_token$"
 )
 _QUERY_NAMES: Final = frozenset({"key", "sig", "signature", "x_amz_signature", "x_amz_credential"})
-"""Further names of secrets in the query of a URL."""
+"""More names of secrets in the query of a URL."""
 _NAMED: Final = re.compile(
     r"""(?<![\w.-])(?:(?P<option>--)|(?P<pair>(?<=\(["'])|(?<=\(b["']))|-)?
         (?P<name>(?i:api|access)[ ](?i:key)|[A-Za-z_][\w.-]*+)(?:[ ]provided)?\\*+["']?
@@ -68,55 +68,55 @@ _NAMED: Final = re.compile(
           |(?(option)\s++|(?(pair)(?<=["']),\s*+(?=b?["'])|(?!))))""",
     re.VERBOSE,
 )
-"""A name within a text, up to its value: of a mapping in YAML, JSON or Python, of a pair such as a header, of a
-command, or of a URL's query."""
+"""A name in a text, up to its value: in a mapping in YAML, JSON or Python, in a pair such as a header, in a command, or
+in a URL's query."""
 _VALUE: Final = re.compile(
     r"""(?:[bfr](?=["']))?(?P<quote>\\["']|\"{3}|'{3}|["']|)
         (?P<content>(?<=\\["'])[^"'\\]{0,2000}|(?<=")(?:[^"\\]|\\.){0,2000}|(?<=')(?:[^'\\]|\\.){0,2000}
                    |(?:(?i:basic|bearer|token|api-?key|digest)\s+)?[^\s,;&}\])"'<>({\[\\]{1,2000})""",
     re.VERBOSE,
 )
-"""A value within a text; its length is bounded, since a text may name any number of them."""
+"""A value in a text; its length is bounded, because a text may contain any number of values."""
 _VALUE_IN_COMMAND: Final = re.compile(
     r"""(?P<quote>)(?P<content>"[^"]*"|'[^']*'|\{[^{}]*\}|\[[^\[\]]*\]|[^\s,}\]"'{\[][^,}\]]*)"""
 )
 HIDDEN_DIRECTORY: Final = "path/to"
-"""The replacement for the directories of a local path."""
+"""Replaces the directories of a local path."""
 _ABSOLUTE: Final = re.compile(r"(?:/[^/\s]+|~[^/\s]*)(?:/[^/]+)+/?")
-"""An absolute path of two levels or more, or one that begins with a home directory; its first level has no space."""
+"""An absolute path of two levels or more, or starting at a home directory; its first level has no space."""
 _LONGEST_PATH: Final = 4096
-"""Characters of the longest text that may be a path."""
+"""The most characters of a text that may be a path."""
 _DIGIT: Final = re.compile(r"\d")
 _TRUTH: Final = re.compile(r"(?i:true|false|none|null)")
 _NUMBER: Final = re.compile(rf"[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?[.%]?|{_TRUTH.pattern}")
 _SHORTEST_VARIABLE: Final = 8
-"""Characters of a value that make it a secret wherever it stands: shorter ones ("1", "true") are ordinary text."""
+"""Characters from which a value is a secret anywhere: shorter values ("1", "true") are ordinary text."""
 _LONGEST_WORD: Final = 12
-"""Characters of a recipe's secret that is one wherever it stands though no digit is in it."""
+"""Characters from which a recipe's secret is a secret anywhere even without a digit."""
 _SHORTEST_KEY: Final = 6
-"""Characters of an endpoint's key that make it a secret."""
+"""Characters from which an endpoint's key is a secret."""
 
 _recipe_secrets: set[str] = set()
-"""The secrets of the recipes that this process has run. Like those of its environment, none may leave it."""
+"""The secrets of the recipes that this process has run. They are hidden like those of its environment."""
 
 
 def redact(value: Any, *, secrets: Sequence[str] = (), prose: bool = False) -> Any:
     """Replace every secret in `value` (text, or any nesting of mappings and lists) by `[redacted]`.
 
-    Secrets are those given, the values of environment variables with names like HF_TOKEN or OPENAI_API_KEY, text
-    shaped like a token (`hf_...`, `sk-...`, `Bearer ...`, `user:password@` in a URL), what stands under a key such as
-    `api_key` or `accessToken`, and what a text has behind such a name. In `prose`, such as a model's answer, it has to
-    look like a key there, also where the text has nothing else: an answer may be `Secret: 24`.
+    Secrets are the given ones, the values of environment variables with names like HF_TOKEN or OPENAI_API_KEY, text
+    shaped like a token (`hf_...`, `sk-...`, `Bearer ...`, `user:password@` in a URL), values under a key such as
+    `api_key` or `accessToken`, and text after such a name. In `prose`, such as a model's answer, text after a name must
+    also look like a key, even if there is no other text: an answer may be `Secret: 24`.
     """
-    # The longest first: a secret that contains another is replaced whole.
+    # The longest first, so that a secret that contains another is replaced whole.
     known = sorted({*secrets, *_recipe_secrets, *_environment_secrets()}, key=len, reverse=True)
     return _redact(value, known, prose)
 
 
 def hide_secrets_of(recipe: Mapping[str, Any]) -> None:
-    """Let `redact` hide a recipe's secrets wherever they stand from now on: in an error's text, say, or a print.
+    """Let `redact` hide a recipe's secrets everywhere from now on, for example in an error's text or a print.
 
-    Short words stay: they would be hidden in ordinary text too.
+    Short words stay, because they would be hidden in ordinary text too.
     """
     spellings = (spelling for text in _texts_of_secrets(recipe) for spelling in _spellings(text))
     _recipe_secrets.update(spelling for spelling in spellings if _is_distinctive(spelling))
@@ -134,7 +134,7 @@ def _texts_of_secrets(value: Any, *, named: bool = False) -> Iterator[str]:
 
 
 def _spellings(text: str) -> Iterator[str]:
-    """A secret as it is, as Python, JSON and a URL write it, and line by line."""
+    """A secret as it is, as written in Python, JSON and a URL, and line by line."""
     yield from (text, repr(text)[1:-1], json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])
     yield from (quote(text), quote(text, safe=""))
     yield from text.splitlines()
@@ -145,7 +145,7 @@ def _is_distinctive(text: str) -> bool:
 
 
 def _is_word(text: str) -> bool:
-    """Whether a text may be an ordinary word, such as `password` or `EMPTY`, the key of a server that wants none."""
+    """Whether a text may be an ordinary word, such as `password`, or `EMPTY` as the key of a server without keys."""
     return len(text) < _LONGEST_WORD and text.isalpha() and (text.islower() or text.isupper() or text.istitle())
 
 
@@ -167,7 +167,7 @@ def _redact(value: Any, secrets: Sequence[str], prose: bool) -> Any:
 def is_secret(name: object, value: Any) -> bool:
     """Whether a value is a secret by its name, in any spelling (`api_key`, `apiKey`, `X-API-Key`).
 
-    The markers of a tokenizer and the patterns of an expression are none, and neither is a number under `token`.
+    The markers of a tokenizer and the patterns of an expression are not secrets, and neither is a number under `token`.
     """
     if not isinstance(name, str) or isinstance(value, bool) or not value:
         return False
@@ -203,9 +203,9 @@ def _hide(value: Any) -> Any:
 
 
 def _redact_entries(text: str, prose: bool) -> str:
-    """The text without the values behind the names of secrets, as far as these look like keys.
+    """The text without the values after names of secrets, if these values look like keys.
 
-    In a text that is one entry as a whole, such as a header or a variable, any value does, but for prose.
+    In a text that is a single entry, such as a header or a variable, any value counts, unless the text is prose.
     """
 
     def is_hidden(name: re.Match[str], value: re.Match[str]) -> bool:
@@ -220,20 +220,20 @@ def _redact_entries(text: str, prose: bool) -> str:
 
 
 def _is_plain(name: str, value: str, *, prose: bool = False) -> bool:
-    """Whether an unquoted value is a truth value, or a number behind `token` or in prose: `is_secret` sees texts."""
+    """Whether an unquoted value is a truth value, or a number after `token` or in prose: `is_secret` checks texts."""
     numbers = prose or _spelled(name).endswith("token")
     return bool((_NUMBER if numbers else _TRUTH).fullmatch(value))
 
 
 def _looks_like_a_key(value: str) -> bool:
-    """Whether a value is one long word with a digit: what follows `token = ` or `Password: ` in prose is not."""
+    """Whether a value is one long word with a digit, unlike the words after `token = ` or `Password: ` in prose."""
     return len(value) >= _SHORTEST_VARIABLE and bool(_DIGIT.search(value))
 
 
 def _replace_values(
     text: str, pattern: re.Pattern[str], is_hidden: Callable[[re.Match[str], re.Match[str]], bool]
 ) -> str:
-    """The text with `[redacted]` in place of the values, matched by a pattern behind their names, that are hidden."""
+    """The text with `[redacted]` in place of hidden values, which a pattern matches after their names."""
     pieces, end = [], 0
     for name in _NAMED.finditer(text):
         if name.start() < end or not _may_name_a_secret(_spelled(name["name"])):
@@ -264,7 +264,7 @@ def _redact_argument(argument: str) -> str:
 
 
 def is_key(value: str) -> bool:
-    """Whether what an endpoint gets as its key is one: `none`, `EMPTY` or `dummy` would be hidden in ordinary text."""
+    """Whether an endpoint's key is a real key: `none`, `EMPTY` or `dummy` would be hidden in ordinary text."""
     return len(value) >= _SHORTEST_KEY and not _is_word(value)
 
 
@@ -286,7 +286,7 @@ def without_local_paths(value: Any, roots: Iterable[str]) -> Any:
     """Replace every absolute path in `value` (text, or any nesting of mappings and lists).
 
     A text that is a path as a whole, such as a setting, becomes `path/to/NAME`; within a text, each of `roots` (the
-    longest first, as `local_roots` gives them) becomes `path/to`.
+    longest first, as `local_roots` returns them) becomes `path/to`.
     """
     if isinstance(value, str):
         if _is_absolute(value):
@@ -302,8 +302,8 @@ def without_local_paths(value: Any, roots: Iterable[str]) -> Any:
 
 
 def _is_absolute(text: str) -> bool:
-    """Whether a whole text is an absolute path: by its form, or because it is there."""
-    other = any(character in text for character in "\n\0{")  # a template, say
+    """Whether a whole text is an absolute path, by its form or because it exists."""
+    other = any(character in text for character in "\n\0{")  # such as a template
     if not text.startswith(("/", "~")) or other or len(text) > _LONGEST_PATH:
         return False
     try:
@@ -332,7 +332,7 @@ class Secret:
         return cls(value)
 
     def reveal(self) -> str:
-        """The key itself, for the client alone."""
+        """The key itself, only for the client."""
         return self._value
 
     def scrub(self, text: str) -> str:

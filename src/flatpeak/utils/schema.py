@@ -1,4 +1,4 @@
-"""The base class of all configurations, free of torch: a bad recipe fails before torch is imported."""
+"""The base class of all configurations. It does not import torch, so a bad recipe fails before torch is imported."""
 
 from pydantic import BaseModel, ConfigDict
 

@@ -1,4 +1,4 @@
-"""The user's own code: loading what a recipe names, and describing its values and errors on one line."""
+"""The user's code: loading what a recipe names, and describing its values and errors on one line."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from flatpeak.errors import UserError, did_you_mean
 _INSTALLED: Final = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
 """The directories of installed packages and of the standard library."""
 USER_FILE: Final = "flatpeak_user_"
-"""Prefix of the module names of the user's files: such a module cannot be imported by name, but run from its file."""
+"""Prefix of the module names of user files: such a module cannot be imported by name, only run from its file."""
 _DIGEST: Final = "__flatpeak_digest__"
 """The attribute of a loaded file with the digest of its text."""
 REFERENCES: Final = ("loss", "function", "factory")
-"""The last components of the settings that may name a function of the user's."""
+"""The last components of the settings that may name a user's function."""
 FROM_PYTHON: Final = "python:"
-"""Prefix of the reference to a function that a Python caller gave, as a run's recipe has it."""
+"""Prefix, in a run's recipe, of the reference to a function that a Python caller passed."""
 
 
 class OneLineError(Exception):
-    """An exception whose text alone is a full explanation on one line."""
+    """An exception whose text alone explains it completely, on one line."""
 
 
 def load_function(reference: str) -> Callable[..., Any]:
-    """The function that `module:name` or `file.py:name` names; a UserError that says what is missing."""
+    """The function that `module:name` or `file.py:name` names; a UserError says what is missing."""
     function = load_object(reference, where=f"function {reference!r}")
     if not callable(function):
         name = reference.rpartition(":")[2]
@@ -46,8 +46,8 @@ def load_function(reference: str) -> Callable[..., Any]:
 def load_object(reference: str, *, where: str) -> Any:
     """The object that `module:name` or `file.py:name` names; a UserError, which begins with `where`, if it is missing.
 
-    Modules are searched for in the working directory too, and a file may import its neighbours: both directories join
-    the end of `sys.path`. A file is run once, however many objects are taken from it.
+    Modules are also searched in the working directory, and a file may import its neighbours: both directories are
+    appended to `sys.path`. A file is run once, for any number of objects taken from it.
     """
     source, _, name = reference.rpartition(":")
     if not source or not name:
@@ -68,7 +68,7 @@ def load_object(reference: str, *, where: str) -> Any:
 
 
 def load_file(path: Path) -> ModuleType:
-    """The file as a module; a UserError if it is not there or fails. It is run anew where its text has changed."""
+    """The file as a module; UserError if it is missing or fails. It is run again if its text has changed."""
     path = path.expanduser().resolve()
     if not path.is_file():
         raise UserError(f"there is no file {path}: give a path that exists, relative to {Path.cwd()} or absolute")
@@ -85,11 +85,11 @@ def load_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     _make_importable(path.parent)
     setattr(module, _DIGEST, digest)
-    sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up by name
+    sys.modules[name] = module  # before it runs, because dataclasses and pickle look up their module by name
     try:
-        # Not by the loader, whose bytecode on disk outlives a change of the same length within a second.
+        # Not by the loader, whose bytecode on disk would survive a change of equal length within a second.
         exec(compile(text, path, "exec", dont_inherit=True), vars(module))
-    except (Exception, SystemExit) as error:  # a script that ends by sys.exit() must not end the run in silence
+    except (Exception, SystemExit) as error:  # a script that calls sys.exit() must not end the run silently
         del sys.modules[name]
         raise UserError(f"cannot run {path}: {one_line(error)}") from error
     return module
@@ -98,7 +98,7 @@ def load_file(path: Path) -> ModuleType:
 def check_call(
     function: Callable[..., Any], *, given: Sequence[str], arguments: Mapping[str, Any], where: str, key: str
 ) -> None:
-    """UserError, which begins with `where`, if the function cannot be called with what it is given by position.
+    """UserError, beginning with `where`, if the function cannot be called with these positional arguments.
 
     `arguments` are passed by name, and are set under the dotted key `key`.
     """
@@ -109,12 +109,12 @@ def check_call(
         fixable = bool(arguments) or not given or "missing" in str(error)
         fix = f"change {key} to fit its parameters" if fixable else ""
         raise UserError(f"{where}: {error}; {', and '.join(filter(None, (call, fix)))}") from error
-    except ValueError:  # functions of an extension show no parameters
+    except ValueError:  # functions of an extension do not show their parameters
         pass
 
 
 def source_digest(function: object) -> str | None:
-    """The start of the SHA-256 of a function's text, or of a callable object's class; None where there is none."""
+    """The start of the SHA-256 of a function's text, or of a callable object's class; None if there is no text."""
     while isinstance(function, partial):
         function = function.func
     if not inspect.isroutine(function) and not inspect.isclass(function):
@@ -127,9 +127,9 @@ def source_digest(function: object) -> str | None:
 
 
 def file_digest(reference: str) -> str | None:
-    """The start of the SHA-256 of the file in which `module:name` or `file.py:name` lies; None where it has none.
+    """The start of the SHA-256 of the file that contains `module:name` or `file.py:name`; None if there is none.
 
-    A module need not be loaded. What the file imports is not part of it.
+    A module need not be loaded. Files that it imports do not count.
     """
     source = reference.rpartition(":")[0]
     file = source if source.endswith(".py") else _module_file(source)
@@ -140,7 +140,7 @@ def file_digest(reference: str) -> str | None:
 
 
 def _module_file(name: str) -> str | None:
-    """The file of a module, which is not imported for it, and neither are the packages around it; None without one."""
+    """The file of a module, found without importing it or the packages around it; None without a file."""
     if name in sys.modules:
         return getattr(sys.modules[name], "__file__", None)
     packages = name.split(".")
@@ -159,7 +159,7 @@ def _digest(text: bytes) -> str:
 
 
 def user_files() -> dict[str, str]:
-    """The paths of the user's files that this process has run, by the names of their modules."""
+    """The paths of the user files that this process has run, by the names of their modules."""
     loaded = [*sys.modules.items()]
     return {name: str(module.__file__) for name, module in loaded if name.startswith(USER_FILE)}
 
@@ -178,7 +178,7 @@ def _load_module(name: str) -> ModuleType:
 
 
 def _make_importable(directory: Path) -> None:
-    # At the end: a user's types.py must not take the standard library's place.
+    # At the end, because a user's types.py must not replace the standard library's.
     if str(directory) not in sys.path:
         sys.path.append(str(directory))
 
@@ -189,15 +189,15 @@ def describe_value(value: object) -> str:
         return "None"
     try:
         text = " ".join(repr(value).split())[:60]
-    except Exception:  # an integer of too many digits, an object of the user's
+    except Exception:  # an integer with too many digits, or a user's object
         text = "(it cannot be shown)"
     return f"{type(value).__name__} {text}"
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as one line: its type, its message, and the line of code that raised it, or called what did.
+    """An exception as one line: its type, its message, and the line of code that raised it or called what raised it.
 
-    Of what an installed package raises, such as torch, the line outside of it is named.
+    If an installed package such as torch raised it, the line outside of the package is named.
     """
     if isinstance(error, OneLineError):
         return str(error)
@@ -207,6 +207,6 @@ def one_line(error: BaseException) -> str:
     source = f" ({outside[-1][0]}:{outside[-1][1]})" if outside else ""
     try:
         message = " ".join(str(error)[:3000].split())[:300]
-    except Exception:  # of an exception class of the user's
+    except Exception:  # raised by a user's exception class
         message = "(its message cannot be read)"
     return f"{type(error).__name__}: {message}{source}"

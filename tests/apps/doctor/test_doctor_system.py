@@ -100,7 +100,7 @@ def test_a_directory_of_runs_is_fine_full_or_cannot_be_written(tmp_path: Path, m
         assert reported(check_machine())["runs"].text == f"{tmp_path}/runs cannot be written"
     (tmp_path / "runs").write_text("a file")
     occupied = reported(check_machine())["runs"]
-    assert occupied.text == f"{tmp_path}/runs cannot be made: {tmp_path}/runs is no directory"
+    assert occupied.text == f"{tmp_path}/runs cannot be made: {tmp_path}/runs is not a directory"
 
 
 def raising(error: Exception) -> Any:

@@ -90,13 +90,13 @@ def test_a_bad_row_is_named(tmp_path: Path, content: str, message: str) -> None:
 
 def test_bad_options_are_named(tmp_path: Path) -> None:
     file = rows(tmp_path, ("5", "five"))
-    with pytest.raises(UserError, match="line 1: the gold 'five' is no number"):
+    with pytest.raises(UserError, match="line 1: the gold 'five' is not a number"):
         run(file, "--task", "gsm8k")
     with pytest.raises(UserError, match="--task poetry: choose one of math, gsm8k"):
         run(file, "--task", "poetry")
     with pytest.raises(UserError, match=r"--timeout 0\.0: give seconds"):
         run(file, "--timeout", "0")
-    with pytest.raises(UserError, match=r"missing\.jsonl is no file"):
+    with pytest.raises(UserError, match=r"missing\.jsonl is not a file"):
         run(str(tmp_path / "missing.jsonl"))
 
 

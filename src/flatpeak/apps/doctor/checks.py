@@ -1,6 +1,6 @@
-"""All checks and their report: whatever is broken costs a line.
+"""All checks and their report: anything broken costs a line.
 
-`python -m flatpeak.apps.doctor.checks [--json]` prints it where the `flatpeak` command itself does not start.
+`python -m flatpeak.apps.doctor.checks [--json]` prints it even if the `flatpeak` command itself does not start.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ CHECKS: Final[tuple[Check, ...]] = (
     packages.check_vllm,
     packages.check_imports,
 )
-"""The checks, in the order of the report: those that take long come last."""
+"""The checks, in the order of the report; slow checks come last."""
 _CHECK_WIDTH: Final = 14
 
 
 def examine(checks: Sequence[Check] = CHECKS) -> Generator[Finding, None, None]:
-    """The findings of all checks, which run side by side, each as soon as those before it are there."""
+    """The findings of all checks, which run in parallel, yielded in order as soon as they are available."""
     with ExitStack() as stack:
-        # Signals wait until all that is started is on the stack, which ends it.
+        # Signals wait until everything that is started is on the stack, which will end it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         environment, failures = _scratch(stack)
         probes = []
@@ -83,7 +83,7 @@ def lines(finding: Finding) -> str:
 
 
 def report(*, as_json: bool = False) -> int:
-    """Print the findings as lines, each as soon as it is there, or as a JSON list; the exit code."""
+    """Print the findings as lines, each as soon as it is available, or as a JSON list; return the exit code."""
     reported = []
     with closing(examine()) as findings:
         for finding in findings:
@@ -106,20 +106,20 @@ def _write(text: str) -> None:
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
-    except BrokenPipeError:  # as of `flatpeak doctor | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in the buffer
+    except BrokenPipeError:  # for example in `flatpeak doctor | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest of the buffer
         sys.exit(1)
 
 
 def main(*, as_json: bool) -> int:
-    """Report, in a process that a signal ends as an exit does: what the doctor has started goes."""
+    """Report; a signal ends this process like an exit, so that everything the doctor has started is ended too."""
 
     def leave(received: int, _: object) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # a second signal must not interrupt the clearing up
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # a second signal must not interrupt the cleanup
         sys.exit(128 + received)
 
     for number in ENDING:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores one
             signal.signal(number, leave)
     return report(as_json=as_json)
 

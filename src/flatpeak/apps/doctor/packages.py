@@ -22,7 +22,7 @@ PACKAGE: Final = "flatpeak"
 RUN: Final = "flatpeak.pipeline.train"
 """The module that imports what a run uses: a package of an allowed version may still lack a name."""
 MODULES: Final = {"pyyaml": "yaml", "mlflow-skinny": "mlflow", "trl": "flatpeak.integrations.trl", PACKAGE: RUN}
-"""The modules to import for packages that are not imported by their names, or that load what they need later."""
+"""The modules to import for packages that are not imported by their names, or that load dependencies later."""
 VLLM_PAGE: Final = "docs/engines.md (vLLM in five lines) says how to make an environment for vLLM"
 _ASK_VLLM: Final = (
     "from importlib.metadata import distributions as all; "
@@ -31,7 +31,7 @@ _ASK_VLLM: Final = (
 
 
 def version(name: str) -> str | None:
-    """The installed version of a package; None where there is none, or where its metadata are damaged."""
+    """The installed version of a package; None if it is missing, or if its metadata are damaged."""
     try:
         return distribution(name).version or None
     except (PackageNotFoundError, FileNotFoundError, KeyError):
@@ -39,7 +39,7 @@ def version(name: str) -> str | None:
 
 
 def requirements(name: str, extra: str = "") -> list[Requirement]:
-    """The requirements of an installed package on this machine: those of an extra alone, or those of no extra."""
+    """The requirements of an installed package on this machine: those of one extra, or those without an extra."""
     from packaging.requirements import Requirement
 
     parsed = [Requirement(line) for line in distribution(name).requires or []]
@@ -48,7 +48,7 @@ def requirements(name: str, extra: str = "") -> list[Requirement]:
 
 
 def unmet(name: str, extra: str = "") -> dict[str, str]:
-    """The requirements of a package that are not met, such as `torch<2.14`, each with a sentence."""
+    """The requirements of a package that are not met, such as `torch<2.14`, each with an explanation."""
     failures = {}
     for one in requirements(name, extra):
         installed, needed = version(one.name), f"{one.name}{one.specifier}"
@@ -99,7 +99,7 @@ def _version_findings() -> Iterator[Finding]:
 
 
 def _extras() -> tuple[list[str], list[str]]:
-    """The extras of flatpeak whose packages are all installed, and the others; `dev` aside, which no run needs."""
+    """The extras of flatpeak whose packages are all installed, and the others; without `dev`, which no run needs."""
     extras = sorted(set(distribution(PACKAGE).metadata.get_all("Provides-Extra") or []) - {"dev"})
     installed = [extra for extra in extras if all(version(one.name) for one in requirements(PACKAGE, extra))]
     return installed, [extra for extra in extras if extra not in installed]
@@ -111,11 +111,11 @@ def _fix(verb: str, packages: Iterable[str]) -> str:
 
 
 def check_imports() -> Iterator[Finding]:
-    """Whether the packages of flatpeak and of its extras can be imported, and all that a run uses."""
+    """Whether the packages of flatpeak and its extras, and everything that a run uses, can be imported."""
     if version(PACKAGE) is None:
         return
     packages, errors = _packages_by_module(), set()
-    os.environ["HF_HUB_OFFLINE"] = "1"  # bitsandbytes looks for kernels on the Hub as it is imported
+    os.environ["HF_HUB_OFFLINE"] = "1"  # bitsandbytes searches the Hub for kernels when imported
     for module, package in packages.items():
         fix = f"{_fix('reinstall', [package])}, or mend what the error names"
         attempted = attempt("imports", f"{module} cannot be imported", fix)
@@ -123,7 +123,7 @@ def check_imports() -> Iterator[Finding]:
         try:
             import_module(module)
         except BaseException as error:  # SystemExit too
-            if str(error) not in errors:  # packages that import each other fail alike
+            if str(error) not in errors:  # packages that import each other fail with the same error
                 yield failed(attempted, error)
             errors.add(str(error))
     if not errors:
@@ -131,7 +131,7 @@ def check_imports() -> Iterator[Finding]:
 
 
 def _packages_by_module() -> dict[str, str]:
-    """The modules to import, each with its package; torch first: where it fails, many others do."""
+    """The modules to import, each with its package; torch first, because many others fail if it does."""
     needed = [one.name for one in requirements(PACKAGE)]
     names = [*sorted(needed, key=lambda name: name != "torch"), PACKAGE]
     for extra in _extras()[0]:

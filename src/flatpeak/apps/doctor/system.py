@@ -14,9 +14,9 @@ from flatpeak.apps.doctor.probe import REPORT_IT, TORCH_PAGE, Finding, ask, atte
 
 GIB: Final = 2**30
 LITTLE_MEMORY: Final = 2 * GIB
-"""Less than this is little: what a run loads before its model takes 0.4 GiB in each process."""
+"""Less memory than this is little: before its model, a run loads 0.4 GiB in each process."""
 TOO_FULL: Final = GIB // 4
-"""A file system with less room is as good as full."""
+"""A file system with less room counts as full."""
 WSL: Final = "/usr/lib/wsl/lib"
 """The folder of the driver's programs under Windows, which is not always on the path."""
 GPU_FIX: Final = f"nvidia-smi shows what uses the GPU; {TORCH_PAGE} has builds for older and newer drivers and GPUs"
@@ -33,7 +33,7 @@ def _gib(count: float) -> str:
 
 
 def check_machine() -> Iterator[Finding]:
-    """The directory of runs, and the cores and the memory that this process may use."""
+    """The directory of runs, and the cores and memory that this process may use."""
     yield attempt("runs", "the working directory is gone", "cd to a directory that exists")
     yield _directory_finding("runs", Path.cwd() / "runs", "cd to a directory of yours, or set run.directory=PATH")
     yield attempt("threads", "cores and memory cannot be read", "reinstall psutil")
@@ -50,11 +50,11 @@ def check_machine() -> Iterator[Finding]:
 
 
 def _thread_findings(cores: int, usable: int) -> Iterator[Finding]:
-    """The cores that this process may use, against the threads that torch will start."""
+    """The cores that this process may use, compared with the threads that torch will start."""
     limit = f"{cores} cores" + (f", limited to {usable}" if usable < cores else "")
     asked = os.environ.get("OMP_NUM_THREADS")
     fix = f"export OMP_NUM_THREADS={usable}"
-    yield attempt("threads", f"OMP_NUM_THREADS={asked} is no number of threads", fix)
+    yield attempt("threads", f"OMP_NUM_THREADS={asked} is not a number of threads", fix)
     if (int(asked.split(",")[0]) if asked else cores) > usable:
         source = f"OMP_NUM_THREADS={asked}" if asked else "torch's choice of a thread for each core"
         yield note("threads", f"{limit}; {source} makes threads wait for each other", fix)
@@ -64,10 +64,10 @@ def _thread_findings(cores: int, usable: int) -> Iterator[Finding]:
 
 
 def _directory_finding(check: str, path: Path, fix: str) -> Finding:
-    """Whether a directory can be written to, or made, and how much room there is. Writes nothing."""
+    """Whether a directory can be written to, or created, and how much room there is. Writes nothing."""
     nearest = next(one for one in (path, *path.parents) if os.path.lexists(one))
     if not nearest.is_dir():
-        return problem(check, f"{path} cannot be made: {nearest} is no directory", fix)
+        return problem(check, f"{path} cannot be made: {nearest} is not a directory", fix)
     if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
         return problem(check, f"{path} cannot be written", fix)
     free = shutil.disk_usage(nearest).free
@@ -77,12 +77,16 @@ def _directory_finding(check: str, path: Path, fix: str) -> Finding:
 
 
 def check_torch() -> Iterator[Finding]:
-    """The build of torch, the GPUs, each tried by a sum, and bfloat16 where runs use the CPU."""
+    """The build of torch, the GPUs, each tested with a sum, and bfloat16 if runs use the CPU."""
     yield attempt("torch", "it cannot be imported", f"reinstall torch in the build for your machine: {TORCH_PAGE}")
     import torch
 
     cuda, hip = torch.version.cuda, torch.version.hip
-    build = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPUs"
+    build = "CPUs"
+    if cuda:
+        build = f"CUDA {cuda}"
+    elif hip:
+        build = f"ROCm {hip}"
     yield ok("torch", f"{torch.__version__}, built for {build}; this CPU: {torch.backends.cpu.get_cpu_capability()}")
     attempted = attempt("gpu", f"torch, built for {build}, cannot start CUDA", GPU_FIX)
     yield attempted
@@ -97,7 +101,7 @@ def check_torch() -> Iterator[Finding]:
 
 
 def _device_findings(torch: Any, index: int) -> Iterator[Finding]:
-    """The memory of a GPU that adds two numbers."""
+    """The memory of a GPU, after it has added two numbers."""
     facts, known = torch.cuda.get_device_properties(index), ", ".join(torch.cuda.get_arch_list())
     name = f"cuda:{index} {facts.name}"
     text = f"{name}, compute capability {facts.major}.{facts.minor}, fails with torch built for {known}"
@@ -107,7 +111,7 @@ def _device_findings(torch: Any, index: int) -> Iterator[Finding]:
 
 
 def _unused_findings(unused: Finding) -> Iterator[Finding]:
-    """The reason why torch uses no GPU. `unused`: the problem that there is if the driver works."""
+    """The reason why torch uses no GPU. `unused`: the problem to report if the driver works."""
     program = shutil.which("nvidia-smi", path=os.pathsep.join([os.environ.get("PATH", os.defpath), WSL]))
     command = [program or "", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     yield attempt("gpu", "nvidia-smi does not answer", DRIVER_FIX)
@@ -129,7 +133,7 @@ def _unused_findings(unused: Finding) -> Iterator[Finding]:
 
 
 def _has_nvidia_device() -> bool:
-    """Whether a device of NVIDIA's is on the bus, with or without a driver."""
+    """Whether an NVIDIA device is on the bus, with or without a driver."""
     return any(path.read_text().strip() == NVIDIA for path in PCI_DEVICES.glob("*/vendor"))
 
 

@@ -1,1 +1,1 @@
-"""Runs that go on from a checkpoint of another one under changed settings."""
+"""Runs that continue from a checkpoint of another run, with changed settings."""

@@ -1,4 +1,4 @@
-"""`flatpeak.fork`: a new run that starts from a checkpoint of another, with settings of its own."""
+"""`flatpeak.fork`: a new run that starts from a checkpoint of another, with changed settings."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ FIXED_SETTINGS = {
     "sft": "what SFT made",
     "evaluation.metric": "the best value of that metric so far",
 }
-"""Settings that a fork cannot change, and what its checkpoint holds because of them."""
+"""Settings that a fork cannot change, and the content of its checkpoint that depends on them."""
 _NEED_ACCURACY = ("evaluation.accuracy", "evaluation.choices", "evaluation.robustness", "training.stop_at")
-"""Settings by which evaluations have to say which answers are right."""
+"""Settings for which evaluations have to say which answers are right."""
 
 
 def fork(
@@ -59,13 +59,13 @@ def fork(
     progress: Progress | bool | None = None,
     command: Sequence[str] | None = None,
 ) -> RunResult:
-    """Train a new run, `name`, on from the checkpoint of an RL step of `run`, and return its result.
+    """Train a new run, `name`, from the checkpoint of an RL step of `run`, and return its result.
 
-    Weights, optimizer and the position in the data are the checkpoint's; logs and evaluations up to it are copied, and
-    the manifest names their source. `run` is a run's directory, or the name of one in `runs/`; `settings` change its
-    recipe, a mapping or `key.path=value` strings. Objects that the run was given by its caller (model, task, reward,
-    sampler, loss, advantage) have to be given again. Raises UserError where the checkpoint is missing or the changes
-    make it unusable; nothing is left of the fork then.
+    Weights, optimizer and the position in the data come from the checkpoint. Logs and evaluations up to it are copied,
+    and the manifest names their source. `run` is a run's directory, or the name of a run in `runs/`; `settings` change
+    its recipe (a mapping or `key.path=value` strings). Objects passed by the run's caller (model, task, reward,
+    sampler, loss, advantage) must be passed again. Raises UserError, and leaves no files of the fork, if the checkpoint
+    is missing or the changes make it unusable.
     """
     source = source_run(run)
     origin = read_origin(source, step)
@@ -88,7 +88,7 @@ def fork(
             resume=True,
             command=command,
         )
-    except RunError:  # the fork has taken steps, and stays
+    except RunError:  # the fork has taken steps, so it is kept
         raise
     except UserError:
         shutil.rmtree(target, ignore_errors=True)
@@ -96,7 +96,7 @@ def fork(
 
 
 def read_origin(source: RunPaths, step: int) -> CheckpointState:
-    """The checkpoint that a fork starts from, verified; UserError naming those at hand where it is missing."""
+    """The checkpoint that a fork starts from, verified; if it is missing, UserError lists the existing ones."""
     if not source.is_run():
         raise UserError(f"{source.path} is not a run's directory: give the directory, or the name of a run in runs/")
     steps = checkpoint_steps(source.checkpoints)
@@ -107,7 +107,7 @@ def read_origin(source: RunPaths, step: int) -> CheckpointState:
 
 
 def _check_fork(source: RunPaths, origin: CheckpointState, before: RunConfig, config: RunConfig) -> None:
-    """UserError where the recipe cannot go on from the checkpoint."""
+    """UserError if the recipe cannot continue from the checkpoint."""
     check_alone(config.distributed, "forks")
     levels = Path(config.run.name).parts
     if not levels or Path(config.run.name).is_absolute() or ".." in levels:
@@ -150,10 +150,10 @@ def copy_run(
     config: RunConfig,
     command: Sequence[str] | None,
 ) -> None:
-    """Make the run `target`, in the state of `source` after `origin`, with the recipe `config`.
+    """Create the run `target`, in the state of `source` after `origin`, with the recipe `config`.
 
-    `before` is the source's recipe. The copy is made under another name and renamed: whole or absent. Raises UserError
-    where `target` exists, or a file to be copied is missing or damaged.
+    `before` is the source's recipe. The copy is made under another name and renamed, so that it is complete or absent.
+    Raises UserError if `target` exists, or if a file to be copied is missing or damaged.
     """
     if target.exists():
         raise UserError(
@@ -169,7 +169,7 @@ def copy_run(
         recipe = redact(json.loads(json.dumps(resolved)))
         changed = changes(redact(json.loads(json.dumps(before.model_dump(mode="json")))), recipe)
         forked = {"run": str(source.path.absolute()), "step": origin.step, "changed": changed}
-        # Another function is a change of the recipe, and none of the function's code.
+        # Naming another function is a change of the recipe, not of the function's code.
         earlier = json.loads(source.manifest.read_text(encoding="utf-8"))
         code, data = (
             {key: digest for key, digest in last_digests(earlier, kind).items() if key not in changed}
@@ -180,7 +180,7 @@ def copy_run(
         paths.config.write_text(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True), encoding="utf-8")
         paths.manifest.write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         temporary.rename(target)
-    except OSError as error:  # shutil.Error is one
+    except OSError as error:  # includes shutil.Error
         raise UserError(f"{target} cannot be made of {source.path} ({error}): free space or fix the cause") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -198,7 +198,7 @@ def _copy(source: RunPaths, origin: CheckpointState, target: RunPaths) -> None:
     shutil.copy(source.metrics, target.metrics)
     evaluated = bool(origin.state["evaluated"])
     truncate_metrics(target.metrics, step=origin.step, stage="train", evaluated=evaluated)
-    if source.notices.exists():  # a full disk may have none
+    if source.notices.exists():  # a full disk may have prevented them
         shutil.copy(source.notices, target.notices)
         truncate_notices(target.notices, step=origin.step, stage="train")
     target.rollouts.mkdir()

@@ -1,4 +1,4 @@
-"""The recipe of a fork, from the run that it forks; imports no torch."""
+"""The recipe of a fork, derived from the run that it forks; does not import torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from flatpeak.runs.directory import RunPaths
 
 
 def source_run(run: str | Path) -> RunPaths:
-    """The run of this directory, or of this name in `runs/`."""
+    """The run with this directory, or with this name in `runs/`."""
     directory, named = RunPaths(Path(run)), RunPaths(Path("runs") / run)
     return named if not directory.is_run() and named.is_run() else directory
 
 
 def forked_recipe(source: RunPaths, name: str, settings: Settings) -> tuple[RunConfig, RunConfig]:
-    """The configurations of the run and of its fork. UserError where the directory is no run's."""
+    """The configurations of the run and of its fork. UserError if the directory is not a run's."""
     if not source.config.is_file():
         raise UserError(f"{source.path} is not a run's directory: give the directory, or the name of a run in runs/")
     recipe = load_recipe(source.config)
@@ -28,7 +28,7 @@ def forked_recipe(source: RunPaths, name: str, settings: Settings) -> tuple[RunC
 
 
 def _runs_directory(source: RunPaths, name: str) -> Path:
-    """The directory of runs that the source lies in, wherever that was moved to; a name may have several levels."""
+    """The directory of runs that contains the source, even after it was moved; a name may have several levels."""
     levels = Path(name).parts
     path = source.path.resolve() if source.path.name in ("", "..") else source.path
     return path.parents[len(levels) - 1] if path.parts[-len(levels) :] == levels else path.parent

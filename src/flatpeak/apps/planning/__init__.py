@@ -1,4 +1,4 @@
-"""Plans of runs: what a recipe will do, the memory and disk that it takes, and whether it fits, before it is run."""
+"""Plans of runs: what a recipe will do, how much memory and disk it needs, and whether it fits, before it runs."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Settings that make a run fit into memory, each checked by the estimate itself, those that cost least time first."""
+"""Settings that make a run fit into memory, each checked by the estimate itself; the fastest settings come first."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Settings = dict[str, Any]
 MOST: Final = 5
 """Suggestions at most."""
 FEWEST_ROWS: Final = 8
-"""Completions side by side below which decoding takes several times as long."""
+"""With fewer completions side by side, decoding takes several times as long."""
 FEWEST_TOKENS: Final = 1024
-"""Tokens of a micro-batch below which passes take longer than those that recompute layers."""
+"""With fewer tokens per micro-batch, passes take longer than passes that recompute layers."""
 WORTHWHILE: Final = 0.99
 """A setting that leaves more than this share of the memory is not combined with others."""
 
@@ -30,14 +30,14 @@ class Advice:
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     needed: int
-    """Bytes with these settings, the libraries' included."""
+    """Bytes with these settings, including libraries."""
     saves: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that each setting saves once those before it are set; of settings of one kind, the first one's."""
+    """Bytes that each setting saves after the earlier ones are set; of settings of one kind, the first one's."""
     fits: bool
 
 
 def advise(plan: RunPlan) -> tuple[Advice, ...]:
-    """At most five ways to make a run fit; where there are none, the settings that need least memory."""
+    """At most five ways to make a run fit; if there are none, the settings with the lowest memory."""
     search = _Search(plan)
     savers, adapters = _savers(plan), _adapters(plan)
     fitting = list(search.singles(savers))
@@ -67,7 +67,7 @@ class _Search:
                 yield fitting
 
     def combine(self, savers: Sequence[Sequence[Settings]]) -> Advice:
-        """Add saver after saver until the run fits, or none is left."""
+        """Add saver after saver until the run fits, or no more are left."""
         current = self._unchanged
         for choices in savers:
             attempts = []
@@ -81,7 +81,7 @@ class _Search:
         return current
 
     def _each(self, before: Advice, choices: Sequence[Settings]) -> Iterator[Advice]:
-        """The settings so far with each choice that goes together with the recipe."""
+        """The settings so far with each choice that is valid for the recipe."""
         for choice in choices:
             settings = {**before.settings, **choice}
             try:
@@ -93,23 +93,23 @@ class _Search:
             yield Advice(settings=settings, needed=plan.needed, saves=saves, fits=plan.fits)
 
     def _model(self, config: RunConfig) -> PlannedModel:
-        """The model of a changed recipe: made once for each section `model`, so that dry runs are shared."""
+        """The model of a changed recipe: made once per section `model`, so that dry runs are shared."""
         if config.model == self._plan.config.model:
             return self._plan.model
         key = config.model.model_dump_json()
         if key not in self._models and config.model.new is None:
             self._models[key] = read_model(config.model)
-        elif key not in self._models:  # its tokenizer, and so its shape, are the same
+        elif key not in self._models:  # its tokenizer, and therefore its shape, are the same
             self._models[key] = PlannedModel(config=config.model, shape=self._plan.model.shape)
         return self._models[key]
 
 
 def _savers(plan: RunPlan) -> list[list[Settings]]:
-    """The choices of each setting that leaves the trained weights what they are, those that cost least time first.
+    """The choices of each setting that leaves the trained weights unchanged; the fastest come first.
 
-    On a GPU bfloat16 is faster than float32, moments in 8 bits cost nothing, offloading copies once a step or an
-    update, recomputation adds a forward pass, and half as many rows may take rollouts twice as long. A CPU has nothing
-    to offload to, and both roundings are slower there. What the recipe has already saves nothing, and drops out.
+    On a GPU, bfloat16 is faster than float32, 8-bit moments cost nothing, offloading copies once per step or update,
+    recomputation adds a forward pass, and half as many rows may take twice as long for rollouts. A CPU has nothing to
+    offload to, and both roundings are slower there. Settings that the recipe already has save nothing, and drop out.
     """
     work = plan.work
     longest = max(FEWEST_TOKENS, work.prompt_lengths[0] + work.new_tokens)
@@ -130,7 +130,7 @@ def _savers(plan: RunPlan) -> list[list[Settings]]:
 
 
 def _adapters(plan: RunPlan) -> list[list[Settings]]:
-    """The choices that train adapters in place of the weights."""
+    """The choices that train adapters instead of the weights."""
     model = plan.config.model
     lora: Settings = {} if model.lora is not None else {"model.lora": {}}
     four_bits: Settings = {} if model.quantization is not None else {"model.quantization": "nf4", **lora}

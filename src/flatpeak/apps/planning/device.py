@@ -1,4 +1,4 @@
-"""The device of a planned run: the one at hand, or one of a given size that is not."""
+"""The device of a planned run: the device of this machine, or another one of a given size."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from flatpeak.utils.machine import host_memory, resident_memory
 
 GIB: Final = 2**30
 USABLE: Final = 0.985
-"""GiB of memory that programs have for each GB that a device is sold with: torch sees 23.6 GiB of a card of 24 GB, 79.1
-of 80, and 139.7 of 141."""
+"""GiB of memory available to programs per GB that a device is sold with: torch sees 23.6 GiB of a 24 GB card, 79.1 of
+80, and 139.7 of 141."""
 CUDA_CONTEXT: Final = 6 * GIB // 10
 """Bytes of a CUDA context with the kernels of torch's libraries: an allowance, not measured here."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedDevice:
-    """A device, its memory, and what a process takes of that before a model is loaded."""
+    """A device, its memory, and what a process takes of it before a model is loaded."""
 
     name: str
     on_cpu: bool
     memory: int
-    """Bytes that programs can have."""
+    """Bytes available to programs."""
     libraries: int
-    """Bytes of libraries: on a CPU those of this process."""
+    """Bytes of libraries: on a CPU, of this process."""
 
 
 def plan_device(wanted: str, *, device_memory: float | None) -> PlannedDevice:
-    """The device of `model.device`, or a GPU sold with so many GB (with model.device=cpu, a computer of so many).
+    """The device of `model.device`, or a GPU sold with this many GB (with model.device=cpu: a computer with as many).
 
-    UserError for a device that is not there and whose size is not given.
+    UserError for a device that is not in this machine and whose size is not given.
     """
     if device_memory is None:
         return _device_at_hand(wanted)

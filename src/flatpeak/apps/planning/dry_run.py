@@ -1,8 +1,8 @@
-"""Dry runs: flatpeak's own passes on tensors that have shapes and no data, and the bytes that are alive meanwhile.
+"""Dry runs: flatpeak's own passes on tensors with shapes but no data, and the bytes that are alive during them.
 
 Activations depend on what each layer of an architecture keeps for its backward pass, on adapters, which cast their
-inputs, and on kernels. Formulas for all of that would be guesses, so the passes are run (`fake_policy`), and every
-allocation is counted. Layers repeat: what few of them take says what all do.
+inputs, and on kernels. Formulas for all of this would be guesses, so the passes are run (`fake_policy`) and every
+allocation is counted. Layers repeat, so the memory of a few layers gives that of all.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from flatpeak.utils.huggingface import load_errors, local_or_hub
 
 FEW: Final = 2
 MORE: Final = 3
-"""The numbers of layers that are run. Memory is linear in their number from the second on: the first has the embeddings
-for its input. Without gradients only keys and values outlast their layer, so that FEW layers say what all take."""
+"""The numbers of layers to run. Memory is linear in their number from the second layer on: the first has the embeddings
+as its input. Without gradients, only keys and values outlive their layer, so FEW layers give the memory of all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,17 +42,17 @@ class Reading:
     """The memory of a prefill."""
 
     peak: int
-    """Bytes that are alive at most, the keys and values of the prompts among them."""
+    """The most bytes alive at once, including the keys and values of the prompts."""
     per_token: int
     """Bytes of the keys and values of one token."""
 
 
 class NoDryRunError(Exception):
-    """A model whose passes cannot be run without data, as where values decide which expert reads a token."""
+    """The passes of a model cannot run without data, for example if values decide which expert reads a token."""
 
 
 def update_peak(settings: PassSettings, batch: Batch) -> int:
-    """Bytes alive at most in the forward and backward pass of one micro-batch: gradients, activations, logits."""
+    """The most bytes alive in the forward and backward pass of a micro-batch: gradients, activations, logits."""
     model = settings.model
 
     def measure(layers: int) -> int:
@@ -75,7 +75,7 @@ def update_peak(settings: PassSettings, batch: Batch) -> int:
 
 
 def scoring_peak(settings: PassSettings, batch: Batch) -> int:
-    """Bytes alive at most where a micro-batch is scored without gradients."""
+    """The most bytes alive while a micro-batch is scored without gradients."""
 
     def measure() -> tuple[int, ...]:
         layers = min(FEW, settings.model.layers)
@@ -89,7 +89,7 @@ def scoring_peak(settings: PassSettings, batch: Batch) -> int:
 def prefill_memory(
     settings: PassSettings, lengths: Sequence[int], *, multiple: int, with_logits: bool = True
 ) -> Reading:
-    """The memory of reading prompts of these lengths in one pass, the logits of their last tokens included or not."""
+    """The memory of reading prompts of these lengths in one pass, with or without the logits of their last tokens."""
     depth = settings.model.layers
     row = pack_prompts([[0] * length for length in lengths], device=torch.device("cpu"), multiple=multiple)
 
@@ -111,14 +111,14 @@ def prefill_memory(
 
 
 def _lengths(batch: Batch) -> tuple[object, ...]:
-    """The lengths of a batch's prompts and completions, on which alone its memory depends."""
+    """The lengths of a batch's prompts and completions, which alone determine its memory."""
     return tuple(map(len, batch.prompts)), tuple(batch.lengths_N.tolist()), tuple(batch.prompt_N.tolist())
 
 
 def _remembered(
     model: PlannedModel, key: tuple[object, ...], measure: Callable[[], tuple[int, ...]]
 ) -> tuple[int, ...]:
-    """The result under this key, measured the first time."""
+    """The result for this key, measured only the first time."""
     if key in model.measured:
         return model.measured[key]
     try:
@@ -137,7 +137,7 @@ def _remembered(
 
 @contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
-    """A context in which torch does not log the traceback of an error in a dry run, which is caught."""
+    """A context in which torch does not log tracebacks of errors in a dry run, which are caught."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -151,17 +151,17 @@ class RewardModelMemory:
     """Bytes of reward models."""
 
     weights: int
-    """Of all of them: they stay in memory."""
+    """Of all reward models, which stay in memory."""
     scoring: int
     """Of the largest pass of any of them."""
     uncounted: tuple[str, ...]
-    """Those whose passes cannot be run without data."""
+    """Reward models whose passes cannot run without data."""
 
 
 def reward_model_memory(config: RunConfig, *, text_tokens: int, texts: int, on_cpu: bool) -> RewardModelMemory:
-    """The memory of the recipe's reward models that are on the planned device, for texts of so many tokens.
+    """The memory of the recipe's reward models that are on the planned device, for texts with this many tokens.
 
-    UserError where one of them is not there.
+    UserError if a reward model is missing.
     """
     weights, sizes, uncounted = 0, [0], []
     for where, one in _reward_models(config):
@@ -188,7 +188,7 @@ def _reward_models(config: RunConfig) -> Iterable[tuple[str, SequenceClassifierC
 
 
 def _describe(config: SequenceClassifierConfig, *, where: str) -> tuple[Any, int]:
-    """(the transformers configuration, the bytes of all weights) of a reward model, adapters included."""
+    """(the transformers configuration, the bytes of all weights) of a reward model, including adapters."""
     source, revision, adapters, quantized = locate(config.path, where=f"{where}.path"), config.revision, 0, False
     directory = Path(source)
     if (directory / ADAPTER_CONFIG).is_file():
@@ -205,7 +205,7 @@ def _describe(config: SequenceClassifierConfig, *, where: str) -> tuple[Any, int
 
 
 def _pass_bytes(shape: Any, dtype: str, *, rows: int, tokens: int) -> int:
-    """Bytes alive at most while texts are scored, as `Classifier.scores` does."""
+    """The most bytes alive while texts are scored, as `Classifier.scores` does."""
     model = _on_meta(with_layers(shape, FEW) if getattr(shape, "num_hidden_layers", 0) > FEW else shape, dtype)
     model.config.use_cache = False
     token_ids = torch.zeros(rows, tokens, dtype=torch.int64)

@@ -1,8 +1,8 @@
-"""A policy on tensors that have shapes and no data, which computes as `Policy` does on the planned device.
+"""A policy on tensors with shapes but no data, which computes like `Policy` on the planned device.
 
-Its model is the planned one with few layers, on torch's fake tensors (`FakeTensorMode`): all code of transformers, peft
-and flatpeak runs as it is. Where the device decides which code that is, and is not there, other code stands in that
-keeps tensors of the same sizes: attention on a GPU, and layers in 4 bits.
+Its model is the planned model with few layers, on torch's fake tensors (`FakeTensorMode`): all code of transformers,
+peft and flatpeak runs unchanged. If code depends on a device that is missing, other code replaces it that keeps tensors
+of the same sizes: attention on a GPU, and layers in 4 bits.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from flatpeak.utils.adapters import dropout_modules
 
 
 class MemoryTracker(TorchDispatchMode):
-    """A context in which the bytes of new tensors are counted as long as they are alive; those of `before` are not."""
+    """A context that counts the bytes of new tensors as long as they are alive, except those of `before`."""
 
     def __init__(self, before: Sequence[Tensor] = ()) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def _scratch(func: Any, args: Any) -> int:
-    """Bytes that an operation needs while it runs: oneDNN copies a transposed input into its rows' order."""
+    """Bytes that an operation needs while it runs: oneDNN copies a transposed input into row order."""
     if getattr(func, "_opname", "") == "_linear_pointwise" and not args[0].is_contiguous():
         size: int = args[0].nbytes
         return size
@@ -82,14 +82,14 @@ def _scratch(func: Any, args: Any) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class PassSettings:
-    """The settings that decide how much memory the passes of a model take."""
+    """The settings that determine how much memory the passes of a model take."""
 
     model: PlannedModel
     on_cpu: bool
     recompute: bool
     """Whether layers are computed again in the backward pass."""
     accumulated: bool
-    """Whether gradients of earlier micro-batches are there already."""
+    """Whether gradients of earlier micro-batches already exist."""
     dropout: bool
 
 
@@ -113,7 +113,7 @@ class FakePolicy:
         return [parameter for parameter in self.modules.parameters() if parameter.requires_grad]
 
     def score(self, batch: Batch) -> Tensor:
-        """The log-probabilities of a batch, as Policy.token_logprobs."""
+        """The log-probabilities of a batch, as from Policy.token_logprobs."""
         if self.padded:
             return _padded_logprobs(causal_of(self.modules), batch)
         with unset_fake_temporarily():
@@ -132,14 +132,14 @@ class FakePolicy:
         return logprobs_T
 
     def hidden(self, row: PackedRow, context: PackedContext) -> Tensor:
-        """The last hidden states of a packed row, as Policy.hidden."""
+        """The last hidden states of a packed row, as from Policy.hidden."""
         causal = causal_of(self.modules)
         return packed_hidden(getattr(causal, causal.base_model_prefix), row, context)
 
 
 @contextmanager
 def fake_policy(settings: PassSettings, layers: int) -> Iterator[FakePolicy]:
-    """The model with so many layers on tensors without data, in the mode that makes more of them."""
+    """The model with this many layers on tensors without data, in the mode that makes more of them."""
     modules = settings.model.build(layers)
     causal = causal_of(modules)
     head = read_head(causal)
@@ -166,7 +166,7 @@ def fake_policy(settings: PassSettings, layers: int) -> Iterator[FakePolicy]:
 
 
 def _padded_logprobs(causal: Any, batch: Batch) -> Tensor:
-    """The log-probabilities of a padded batch, as packing.padded_token_logprobs, whose lengths are equal here."""
+    """The log-probabilities of a padded batch, as from packing.padded_token_logprobs; lengths are equal here."""
     rows, tokens = len(batch.lengths_N), len(batch.tokens_T)
     with unset_fake_temporarily():
         input_ids = torch.zeros(rows, max(map(len, batch.prompts)) + tokens // rows, dtype=torch.int64)
@@ -185,7 +185,7 @@ def _padded_logprobs(causal: Any, batch: Batch) -> Tensor:
 
 
 def exchange_tensors(modules: nn.Module) -> None:
-    """Exchange every weight and buffer for a fake tensor of its shape and type; tied weights stay tied."""
+    """Replace every weight and buffer by a fake tensor of its shape and type; tied weights stay tied."""
     exchanged: dict[int, nn.Parameter] = {}
     for module in modules.modules():
         for name, parameter in module._parameters.items():
@@ -195,7 +195,7 @@ def exchange_tensors(modules: nn.Module) -> None:
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype)
                 exchanged[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 if parameter.requires_grad:
-                    exchanged[id(parameter)].grad_dtype = torch.float32  # as MasterWeights asks of autograd
+                    exchanged[id(parameter)].grad_dtype = torch.float32  # as MasterWeights requests from autograd
             module._parameters[name] = exchanged[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -220,20 +220,20 @@ class FakeContext(PackedContext):
         return rule(query, key, value, self._prompt_mask(query.shape[2], rule.window))
 
     def _blocks_of(self, index: int, window: int | None) -> list[Block]:
-        with unset_fake_temporarily():  # blocks are cut by lengths, which have to be read
+        with unset_fake_temporarily():  # blocks are cut by lengths, whose values must be read
             return super()._blocks_of(index, window)
 
 
 class _GpuRule:
-    """An attention rule by the kernel that scaled_dot_product_attention takes on a GPU.
+    """An attention rule with the kernel that scaled_dot_product_attention uses on a GPU.
 
-    Flash attention takes no mask, and memory-efficient attention no key head for several query heads: where there are
-    both, torch falls back to products written out, which keep every score. Each shape is run once, and tensors of as
-    many bytes stand in for it then: products written out are hundreds of operations in each block of each layer.
+    Flash attention supports no mask, and memory-efficient attention no key head for several query heads: with both,
+    torch falls back to explicit products, which keep every score. Each shape is run once, and then replaced by tensors
+    with as many bytes: explicit products are hundreds of operations in each block of each layer.
     """
 
     plain: Final = False
-    """Whether `attend_in_blocks` may take its fused kernel for CPUs."""
+    """Whether `attend_in_blocks` may use its fused kernel for CPUs."""
 
     def __init__(self, rule: AttentionRule) -> None:
         self.window, self.softcap = rule.window, rule.softcap
@@ -249,14 +249,14 @@ class _GpuRule:
 
 @dataclass(frozen=True, kw_only=True)
 class _AttentionSize:
-    """Bytes of one call of attention, beside its inputs, its output and their gradients."""
+    """Bytes of one call of attention, without its inputs, its output and their gradients."""
 
     kept: int
-    """For the backward pass."""
+    """Kept for the backward pass."""
     forward: int
-    """At most, the kept ones among them."""
+    """The most during the forward pass, including the kept bytes."""
     backward: int
-    """At most, beside the kept ones."""
+    """The most during the backward pass, in addition to the kept bytes."""
 
 
 @cache
@@ -268,7 +268,8 @@ def _attention_size(
     with _disable_current_modes(), FakeTensorMode(), torch.enable_grad():
         states = query, key, value = [torch.empty(shape, dtype=dtype, requires_grad=True) for shape in shapes]
         mask = None if mask_shape is None else torch.empty(mask_shape, dtype=torch.bool)
-        with MemoryTracker([*states, *([] if mask is None else [mask])]) as memory:
+        inputs = states if mask is None else [*states, mask]
+        with MemoryTracker(inputs) as memory:
             with sdpa_kernel(SDPBackend.MATH) if written_out else nullcontext():
                 output = rule(query, key, value, mask)
             kept, forward = memory.live - output.nbytes, memory.peak - output.nbytes
@@ -289,7 +290,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        assert ctx.saved_tensors is not None  # asked for, so that recomputation fills it
+        assert ctx.saved_tensors is not None  # accessed so that recomputation fills it
         torch.empty(ctx.size.backward, dtype=torch.uint8)
         return (*(torch.empty(shape, dtype=dtype) for shape, dtype in ctx.states), None)
 
@@ -304,7 +305,7 @@ class QuantizedLinear(nn.Linear):
 
 
 class QuantizedConv1D(Conv1D):
-    """GPT-2's linear layer likewise, whose weight is transposed."""
+    """GPT-2's linear layer, whose weight is transposed, treated in the same way."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W + b."""
@@ -325,14 +326,14 @@ class _Expanded(torch.autograd.Function):
 
 
 def quantize(layers: Iterable[nn.Module]) -> None:
-    """Exchange the classes of these linear layers."""
+    """Replace the classes of these linear layers."""
     for layer in layers:
         layer.__class__ = QuantizedLinear if isinstance(layer, nn.Linear) else QuantizedConv1D
 
 
 def expand_adapted(modules: nn.Module) -> None:
     """Compute layers in 4 bits and their adapters as one product, as policy.adapted_layers does on a CPU."""
-    from flatpeak.policy.adapted_layers import AdaptedLinear  # here, because it loads peft
+    from flatpeak.policy.adapted_layers import AdaptedLinear  # imported here because it loads peft
 
     class ExpandedLinear(AdaptedLinear):
         """A layer with an adapter whose base is expanded in each pass."""

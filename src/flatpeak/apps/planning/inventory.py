@@ -1,4 +1,4 @@
-"""The inventory of a planned model: its parameters, and the bytes of what stays in memory of them, on each rank.
+"""The inventory of a planned model: its parameters, and the bytes that they keep in memory on each rank.
 
 ddp           everything, and a bucket of gradients as they are averaged
 fsdp2, hsdp   1 / shards of weights, gradients, moments and copies of them; the root and two layers gathered; a whole
@@ -26,16 +26,16 @@ from flatpeak.utils.adapter_base import is_of_adapter
 FLOAT32: Final = 4
 """Bytes of a number in float32."""
 NF4_BLOCK, NF4_SUPERBLOCK = 64, 256
-"""Weights to one scale, and scales to one scale of their own (Dettmers et al. 2023, arXiv 2305.14314, section 3)."""
+"""Weights per scale, and scales per second-level scale (Dettmers et al. 2023, arXiv 2305.14314, section 3)."""
 NF4_TABLES: Final = 4 * (16 + 256 + 1)
 """Bytes of a layer's tables of 4-bit and 8-bit codes, and of the mean of its scales."""
 OPTIMIZER_BLOCK, SMALLEST_IN_8_BITS = 256, 4096
-"""bitsandbytes: moments to one scale, and the least elements of a tensor whose moments are in 8 bits."""
+"""bitsandbytes: moments per scale, and the fewest elements of a tensor whose moments are in 8 bits."""
 SHARDED: Final = frozenset({"weights", "adapters", "masters", "optimizer", "gradients", "regularization"})
-"""The items of which a rank of fsdp2 and hsdp has a share; the reference, and what depends on tokens, it has whole."""
+"""The items of which a rank of fsdp2 and hsdp has a share; it has the reference and token-dependent items whole."""
 COPY: Final = "whole copy"
 PREFETCHED: Final = 2
-"""Layers that are gathered at once: the one that computes, and the next."""
+"""Layers gathered at once: the layer that computes, and the next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +44,16 @@ class TrainedWeight:
 
     elements: int
     stored: int
-    """Bytes as the model has it."""
+    """Bytes as stored in the model."""
 
     @property
     def gradient(self) -> int:
-        """Bytes of its gradient: always float32, as the optimizer steps it."""
+        """Bytes of its gradient: always float32, as the optimizer uses it."""
         return FLOAT32 * self.elements
 
     @property
     def master(self) -> int:
-        """Bytes of its float32 copy; 0 where it is in float32 itself."""
+        """Bytes of its float32 copy; 0 if it is float32 itself."""
         return FLOAT32 * self.elements if self.stored < FLOAT32 * self.elements else 0
 
     def moments(self, optimizer: OptimizerConfig) -> int:
@@ -70,17 +70,17 @@ class Inventory:
     """Bytes and numbers of parameters of a model, each tied weight once."""
 
     parameters: int
-    """Of the model without adapters."""
+    """Parameters of the model without adapters."""
     weights: int
     """Bytes of the model's own weights that are not quantized."""
     quantized: int
     """Bytes of the weights in 4 bits, with their scales."""
     scales: int = 0
-    """Bytes of those scales, with their tables."""
+    """Bytes of these scales, with their tables."""
     adapters: int
-    """Bytes of adapters, and of modules that are trained whole beside them."""
+    """Bytes of adapters, and of modules that are trained whole with them."""
     files: int
-    """Bytes of the files that the weights are read from; 0 where they are made anew."""
+    """Bytes of the files from which the weights are read; 0 if they are created."""
     trained: tuple[TrainedWeight, ...]
 
     @property
@@ -113,7 +113,7 @@ class Inventory:
         return sum(one.moments(optimizer) for one in self.trained)
 
     def bucket(self, optimizer: OptimizerConfig) -> int:
-        """Bytes of masters and moments that `optimizer.offload` has on the device at a time: of its largest bucket."""
+        """Bytes of masters and moments that `optimizer.offload` has on the device at once: its largest bucket."""
         cut = buckets({index: one.elements for index, one in enumerate(self.trained)})
         states = [one.master + one.moments(optimizer) for one in self.trained]
         return max((sum(states[index] for index in bucket) for bucket in cut), default=0)
@@ -123,10 +123,10 @@ class Inventory:
         return sum(_power_of_two(one.master) + 2 * _power_of_two(one.moments(optimizer) // 2) for one in self.trained)
 
     def step_scratch(self, optimizer: OptimizerConfig, *, on_cpu: bool) -> int:
-        """Bytes that a step of the optimizer needs beside moments and gradients.
+        """Bytes that a step of the optimizer needs in addition to moments and gradients.
 
-        On a CPU bitsandbytes expands both moments of a tensor to float32, scales a copy of the gradient, and makes the
-        denominator from two more.
+        On a CPU, bitsandbytes expands both moments of a tensor to float32, scales a copy of the gradient, and makes the
+        denominator from two more copies.
         """
         if optimizer.name != "adamw_8bit" or not on_cpu:
             return 0
@@ -138,7 +138,7 @@ def _power_of_two(size: int) -> int:
 
 
 def nf4_bytes(elements: int) -> int:
-    """Bytes of a weight matrix in NF4 with double quantization: 4.127 bits per weight of a large one.
+    """Bytes of a weight matrix in NF4 with double quantization: 4.127 bits per weight of a large matrix.
 
     Half a byte per weight, a byte per block of 64, four bytes per 256 blocks, and tables.
     """
@@ -165,7 +165,7 @@ def take_inventory(model: PlannedModel) -> Inventory:
 
 
 def quantized_layers(model: PlannedModel, modules: Any = None) -> Iterator[Any]:
-    """The linear layers that transformers quantizes: all but the output layer."""
+    """The linear layers that transformers quantizes: all except the output layer."""
     if model.config.quantization is None:
         return
     causal = causal_of(model.modules if modules is None else modules)
@@ -189,13 +189,13 @@ def _file_bytes(model: PlannedModel, *, elements: int) -> int:
 def per_rank(
     phase: str, items: Mapping[str, int], config: DistributedConfig, model: PlannedModel, inventory: Inventory
 ) -> dict[str, int]:
-    """The items of a phase as one rank has them; bytes."""
+    """The items of a phase on one rank, in bytes."""
     if config.processes == 1:
         return dict(items)
     if not config.sharded:
         averaged = FLOAT32 * min(BUCKET, inventory.trained_parameters)
         return {**items, "averaged gradients": averaged} if "gradients" in items else dict(items)
-    if phase == "loading":  # shards are cut from the whole, layer by layer
+    if phase == "loading":  # shards are cut from the whole model, layer by layer
         return dict(items)
     shards = config.shard_size or config.processes
     rounded = sum(one.stored for one in inventory.trained if one.master)

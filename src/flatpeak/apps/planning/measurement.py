@@ -1,4 +1,4 @@
-"""Two real steps of a planned run, in a process and a directory of their own, of which nothing is left behind."""
+"""Two real steps of a planned run, in a separate process and directory that leave nothing behind."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ _KILLED: Final = -9
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Time and memory of two steps, and of a whole run by them."""
+    """Time and memory of two steps, and the resulting estimate for a whole run."""
 
     first_step_seconds: float
     step_seconds: float
-    """Of the last step."""
+    """Time of the last step."""
     rollout_seconds: float | None
-    """Of that step; None in SFT, which samples nothing."""
+    """Its part for rollouts; None in SFT, which samples nothing."""
     informative_fraction: float | None
-    """The share of that step's groups that had a gradient: passes over all others are saved. None in SFT."""
+    """The share of that step's groups that had a gradient; passes over the others are skipped. None in SFT."""
     run_seconds: float
     """All steps of the stage, without evaluations and checkpoints."""
     peak_gib: float | None
-    """The process's, libraries included; on a GPU what torch has allocated. None in SFT, which does not report it."""
+    """Memory of the process with libraries; on a GPU, what torch has allocated. None in SFT, which reports none."""
     cost: float | None
 
 
 def measure_run(config: RunConfig, *, price: float | None) -> Measurement:
-    """Run two steps of a recipe's RL, or of its SFT where it has no RL; `price` is that of an hour.
+    """Run two steps of a recipe's RL, or of its SFT if it has no RL; `price` is per hour.
 
     UserError for a recipe that cannot run, RunError for steps that fail.
     """
@@ -60,7 +60,7 @@ def measure_run(config: RunConfig, *, price: float | None) -> Measurement:
 
 
 def shortened(config: RunConfig, directory: str) -> dict[str, Any]:
-    """The recipe of two steps, with one question in its evaluations and nothing else that takes time."""
+    """The recipe with two steps, one question in its evaluations, and nothing else that takes time."""
     rl = config.training.steps > 0
     settings = {
         "run.name": NAME,
@@ -84,7 +84,7 @@ def shortened(config: RunConfig, directory: str) -> dict[str, Any]:
 
 
 def summarize(rows: Sequence[Mapping[str, Any]], *, steps: int, price: float | None) -> Measurement:
-    """The measurement by the metrics of the steps."""
+    """The measurement from the metrics of the steps."""
     first, last = rows[0], rows[-1]
     seconds = first["time/step"] + (steps - 1) * last["time/step"]
     peaks = [value for row in rows for name, value in row.items() if name.startswith("memory/")]
@@ -100,7 +100,7 @@ def summarize(rows: Sequence[Mapping[str, Any]], *, steps: int, price: float | N
 
 
 def _run(command: Sequence[str]) -> None:
-    """Run a command; where it fails, its last line of error is that of an exception."""
+    """Run a command; if it fails, the exception has its last line of error output."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if not done.returncode:
         return

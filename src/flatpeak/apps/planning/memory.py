@@ -1,6 +1,6 @@
-"""The memory of a planned run, by phase and item: what stays in it, and what each phase needs beside that.
+"""The memory of a planned run, by phase and item: what stays in memory, and what each phase needs in addition.
 
-    stays      weights, reward models; masters and moments of the optimizer; the reference, where one is kept
+    stays      weights, reward models; masters and moments of the optimizer; the reference, if one is kept
     loading    + a model's files, mapped (on a CPU, where both are in one memory)
     rollout    + keys and values, decoding, and on a CPU packed copies of the weights
     rewards    + a pass of the largest reward model
@@ -8,11 +8,12 @@
     update     + gradients, one micro-batch's activations with its logits, and the copies of gradient regularization
     step       + gradients, and the optimizer's own copies
 
-With rollouts ahead a second process stays too: its libraries, all weights, and a file of the trained ones in memory. It
-draws beside updates and steps. Of several processes it is the first one's memory (`inventory.per_rank`).
+With rollouts ahead, a second process also stays: its libraries, all weights, and a file in memory with the trained
+weights. It draws during updates and steps. With several processes, the memory is the first one's
+(`inventory.per_rank`).
 
-One phase runs at a time; the peak is that of the largest. On a GPU offloaded states and references stay on the host,
-but for a bucket of them in the step and all of them in scoring; and keys and values stay, since graphs refer to them.
+One phase runs at a time; the peak is the largest phase. On a GPU, offloaded states and references stay on the host,
+except a bucket of them in the step and all of them in scoring; keys and values stay, because graphs refer to them.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.learner import token_budget
 
 GAPS: Final = 9
-"""One part in so many of what a phase allocates and frees is lost to a CPU's process in gaps between blocks in use, by
-runs of benchmarks/cpu/plan_accuracy.py."""
+"""One in this many bytes that a phase allocates and frees is lost to gaps between used blocks of a CPU's process,
+according to runs of benchmarks/cpu/plan_accuracy.py."""
 LARGEST_HEAP_BLOCK: Final = 32 * 2**20
-"""Bytes above which the C library gives a freed block back to the system; smaller ones it keeps (mallopt(3))."""
+"""Bytes above which the C library gives a freed block back to the system; it keeps smaller blocks (mallopt(3))."""
 QUANTIZING: Final = 9
-"""float32 copies of the largest layer that bitsandbytes leaves with the C library once a model is quantized on a CPU,
-up to 7 times LARGEST_HEAP_BLOCK: 8.4 to 9.8, whatever the number of layers, by what malloc_trim gives back."""
+"""float32 copies of the largest layer that bitsandbytes leaves with the C library after quantizing a model on a CPU, up
+to 7 times LARGEST_HEAP_BLOCK: 8.4 to 9.8 for any number of layers, measured by what malloc_trim gives back."""
 KERNELS: Final = 3 * GIB // 16
-"""Bytes that libraries take on a CPU once they work: code that they load and compile, and buffers; by the same runs."""
+"""Bytes that libraries take on a CPU once used: code that they load and compile, and buffers; from the same runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +79,15 @@ class MemoryEstimate:
     phases: tuple[Phase, ...]
     inventory: Inventory
     micro_batch_tokens: int
-    """Tokens of the largest micro-batch, prompts included."""
+    """Tokens of the largest micro-batch, including prompts."""
     host: int
-    """Bytes that offloading takes of host memory, beside the device."""
+    """Bytes of host memory that offloading takes, separate from the device."""
     notes: tuple[str, ...]
-    """Items that are not counted, or not as everything else is."""
+    """Items that are not counted, or counted differently from the others."""
 
     @property
     def largest(self) -> Phase:
-        """The phase that decides how much memory is needed."""
+        """The phase that determines how much memory is needed."""
         return max(self.phases, key=lambda phase: phase.total)
 
     @property
@@ -96,7 +97,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(config: RunConfig, work: Workload, model: PlannedModel, device: PlannedDevice) -> MemoryEstimate:
-    """The memory of a run on a device; UserError where settings fit nothing, as a target that is in no layer's name."""
+    """The memory of a run on a device; UserError if settings do not fit, such as a target in no layer's name."""
     return _Estimator(config, work, model, device).estimate()
 
 
@@ -131,7 +132,7 @@ class _Estimator:
         )
 
     def _phases(self) -> Iterator[Phase]:
-        """Each phase's items beside those that stay in every one."""
+        """Each phase's items, without those that stay in every phase."""
         config, work = self.config, self.work
         own = share_of_rollouts(work, config.distributed.processes)
         rollout = rollout_memory(config, own, self._settings(self.minibatch))
@@ -168,7 +169,7 @@ class _Estimator:
         *,
         regularized: bool = False,
     ) -> Iterator[Phase]:
-        """The phases of an update: its passes, and the optimizer's step where that needs memory of its own."""
+        """The phases of an update: its passes, and the optimizer's step if that needs extra memory."""
         transient = self._transient(minibatch)
         items = {"activations": transient}
         if regularized:
@@ -185,7 +186,7 @@ class _Estimator:
     def _phase(
         self, name: str, items: dict[str, int], *, transient: int = 0, kept: int = 0, computes: bool = True
     ) -> Phase:
-        """A phase of these items, the weights, and what a CPU's libraries take; `kept` of it by the C library."""
+        """A phase with these items, the weights, and a CPU's libraries; the C library retains `kept` of it."""
         kept += transient // GAPS + self.quantizing
         own = {"kernels": KERNELS * computes, "kept by the C library": kept} if self.on_cpu else {}
         shared = per_rank(name, self._weights() | items, self.config.distributed, self.model, self.inventory)
@@ -193,17 +194,17 @@ class _Estimator:
         return Phase(name=name, items={item: size for item, size in held.items() if size})
 
     def _second_process(self) -> tuple[dict[str, int], dict[str, int]]:
-        """The memory that the process which draws rollouts ahead keeps, and the memory of its drawing."""
+        """The memory that the process for rollouts ahead keeps, and the memory of its drawing."""
         if not has_second_process(self.config) or not self.work.steps:
             return {}, {}
         drawn = request_memory(self.work.request, self.config, self._settings(self.minibatch))
         drawing = drawn.keys_and_values + drawn.decoding + drawn.decoding // GAPS + self.copies
-        # Pages of code that both processes have are counted twice.
+        # Pages of code shared by both processes are counted twice.
         stays = self.inventory.stored + self.inventory.trained_bytes + self.libraries + KERNELS
         return {"second process": stays}, {"rollouts ahead": drawing}
 
     def _kept_copies(self, minibatch: Minibatch) -> int:
-        """Bytes of the rollout's packed copies that the C library keeps, and that are too small for activations."""
+        """Bytes of the rollout's packed copies that the C library keeps and that are too small for activations."""
         linears = [one for one in causal_of(self.model.modules).base_model.modules() if isinstance(one, nn.Linear)]
         widest = max((one.out_features for one in linears), default=0)
         block = min(minibatch.tokens * widest * self.model.dtype.itemsize, LARGEST_HEAP_BLOCK)
@@ -219,17 +220,17 @@ class _Estimator:
         }
 
     def _offloads(self, optimizer: OptimizerConfig) -> bool:
-        """Whether the optimizer's states are on a host beside the device."""
+        """Whether the optimizer's states are on a host separate from the device."""
         return optimizer.offload and not self.on_cpu
 
     def _state(self, optimizer: OptimizerConfig) -> dict[str, int]:
-        """The states of an optimizer that stay on the device from update to update."""
+        """The optimizer states that stay on the device from update to update."""
         if self._offloads(optimizer):
             return {}
         return {"masters": self.inventory.masters, "optimizer": self.inventory.moments(optimizer)}
 
     def _reference(self) -> dict[str, int]:
-        """The reference: a copy of the trained weights, which shares all others unless these are sharded, or another
+        """The reference: a copy of the trained weights, which shares all others unless these are sharded; or another
         model."""
         config = self.config
         if config.reference.model is not None:
@@ -245,11 +246,11 @@ class _Estimator:
         return {"reference": copied} if keeps_own_reference(config) else {}
 
     def _staying_reference(self) -> dict[str, int]:
-        """The reference where it is on the device while it does not score too."""
+        """The reference, if it is on the device even when it does not score."""
         return {} if self.config.reference.offload and not self.on_cpu else self.reference
 
     def _host(self) -> int:
-        """Bytes of host memory that offloading takes at most: torch rounds each pinned tensor up to a power of two."""
+        """The most host memory, in bytes, for offloading: torch rounds each pinned tensor up to a power of two."""
         config, work = self.config, self.work
         if self.on_cpu:
             return 0
@@ -259,7 +260,7 @@ class _Estimator:
         return max(optimizers, default=0) + reference
 
     def _transient(self, minibatch: Minibatch) -> int:
-        """Bytes that are alive at most in the passes of a micro-batch, beside gradients."""
+        """The most bytes alive in the passes of a micro-batch, without gradients."""
         try:
             peak = update_peak(self._settings(minibatch), minibatch.micro_batch)
         except NoDryRunError:
@@ -282,7 +283,7 @@ class _Estimator:
         )
 
     def _rule_of_thumb(self, minibatch: Minibatch) -> int:
-        """Bytes of activations where no dry run is possible: 34 s b h per layer in half precision.
+        """Bytes of activations if no dry run is possible: 34 s b h per layer in half precision.
 
         Korthikanti et al. 2022, arXiv 2205.05198, equation 1 without its term of attention scores.
         """
@@ -299,7 +300,7 @@ class _Estimator:
         return regularization_bytes(config, self.model, self.inventory, transient=transient)
 
     def _omissions(self) -> Iterator[str]:
-        """Settings whose memory is not counted, or not all of it."""
+        """Settings whose memory is not counted, or only in part."""
         config = self.config
         if config.distributed.processes > 1:
             yield (
@@ -320,12 +321,12 @@ class _Estimator:
 def regularization_bytes(
     config: GradientRegularizationConfig, model: PlannedModel, inventory: Inventory, *, transient: int
 ) -> int:
-    """Bytes that are alive in the second pass beside its own gradients and `transient` activations.
+    """Bytes alive in the second pass, in addition to its own gradients and `transient` activations.
 
-    The first pass's gradients, a copy of the perturbed weights, a direction where that is not the gradient, gradients
-    of the perturbed weights at the other side of the step where a check or a central difference needs them, and what
-    is kept for updates without a second pass. After the pass the penalty and its sum with the first gradients stand
-    where activations were.
+    These are the first pass's gradients, a copy of the perturbed weights, a direction if that is not the gradient,
+    gradients of the perturbed weights on the other side of the step if a check or a central difference needs them, and
+    what is kept for updates without a second pass. After the pass, the penalty and its sum with the first gradients
+    replace the activations.
     """
     perturbed = choose_parameters(model.modules, config)
     gradients = FLOAT32 * sum(parameter.numel() for parameter in perturbed)

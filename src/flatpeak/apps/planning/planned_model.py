@@ -1,6 +1,6 @@
 """The model of a planned run: its modules without weights.
 
-Modules are made on torch's `meta` device from config.json alone, so that numbers of parameters are exact, and no
+Modules are made on torch's `meta` device from config.json alone, so that numbers of parameters are exact although no
 weights are read.
 """
 
@@ -26,11 +26,11 @@ class PlannedModel:
     """A causal language model as a recipe would load it, without weights."""
 
     config: ModelConfig
-    """The source, where `model.path` names an adapter its base with the adapter on it."""
+    """The source; if `model.path` names an adapter, its base with the adapter on it."""
     shape: Any
     """The transformers configuration."""
     measured: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
-    """Results of dry runs by what they depend on: plans with other settings share most of them."""
+    """Results of dry runs, by what they depend on: plans with other settings share most of them."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -46,23 +46,23 @@ class PlannedModel:
 
     @property
     def vocabulary(self) -> int:
-        """The number of tokens that the output layer scores."""
+        """The number of tokens for which the output layer computes logits."""
         return len(causal_of(self.modules).get_output_embeddings().weight)
 
     @property
     def context(self) -> int | None:
-        """The most tokens of prompt and completion together; None where the model names no limit."""
+        """The most tokens of prompt and completion together; None if the model names no limit."""
         length: int | None = getattr(self.shape, "max_position_embeddings", None)
         return length
 
     @cached_property
     def modules(self) -> Any:
-        """All modules, adapters included, on the meta device."""
+        """All modules, including adapters, on the meta device."""
         return self.build(self.layers)
 
     @cached_property
     def fallback(self) -> str | None:
-        """The reason why the native engine does not serve the model; None where it does, as far as is known."""
+        """The reason why the native engine does not support the model; None if, as far as is known, it does."""
         return unsupported(causal_of(self.modules))
 
     @property
@@ -71,7 +71,7 @@ class PlannedModel:
         return self.dtype != torch.float32 or self.config.quantization is not None
 
     def build(self, layers: int) -> Any:
-        """The modules of the same model with so many layers, on the meta device."""
+        """The modules of the same model with this many layers, on the meta device."""
         shape = self.shape if layers == self.layers else with_layers(self.shape, layers)
         try:
             with torch.device("meta"):
@@ -87,9 +87,9 @@ class PlannedModel:
 
 
 def read_model(config: ModelConfig) -> PlannedModel:
-    """The model of `model.path`, by its config.json alone; UserError where there is none.
+    """The model of `model.path`, from its config.json alone; UserError if there is none.
 
-    Of a model on the Hub only that file is fetched, or taken from the cache.
+    For a model on the Hub, only that file is fetched, or taken from the cache.
     """
     check_source(config, tokenizer=False)
     config = adapter_source(config)
@@ -110,16 +110,16 @@ def read_model(config: ModelConfig) -> PlannedModel:
 
 
 def new_model(config: ModelConfig, tokenizer: Any) -> PlannedModel:
-    """The model of `model.new` around its tokenizer; UserError where its settings fit no architecture."""
+    """The model of `model.new` for its tokenizer; UserError if its settings fit no architecture."""
     assert config.new is not None
     return PlannedModel(config=config, shape=new_shape(config.new, tokenizer))
 
 
 def _with_adapters(model: Any, config: LoraConfig) -> Any:
-    """A peft model with the adapters that a recipe asks for; of saved ones their settings alone are read."""
+    """A peft model with the adapters that a recipe requests; of saved adapters only the settings are read."""
     if config.adapter is None:
         return add_adapters(model, config, seed=0)
-    import peft  # here, because it is an extra
+    import peft  # imported here because it is an extra
 
     with load_errors(config.adapter, where="model.lora.adapter", kind="an adapter"):
         settings = peft.PeftConfig.from_pretrained(local_or_hub(config.adapter))
@@ -133,7 +133,7 @@ def causal_of(modules: Any) -> Any:
 
 
 def with_layers(shape: Any, layers: int) -> Any:
-    """The configuration of the same model with so many layers: lists by layer are cut."""
+    """The configuration of the same model with this many layers: lists by layer are cut."""
     count = shape.num_hidden_layers
     settings = {
         key: value[:layers] if isinstance(value, list) and len(value) == count else value

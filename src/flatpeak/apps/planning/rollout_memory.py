@@ -1,4 +1,4 @@
-"""The memory of a planned rollout: keys and values, and what reading prompts, decoding and drawing need beside them."""
+"""The memory of a planned rollout: keys and values, and the extra for reading prompts, decoding and drawing."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from flatpeak.rollout.config import VLLMConfig
 from flatpeak.utils.adapter_base import is_of_adapter
 
 PREFILL_TOKENS: Final = 8192
-"""Tokens of prompts that the engine reads in one pass."""
+"""The most prompt tokens that the engine reads in one pass."""
 GPU_SLOTS: Final = 16
-"""Slots on a GPU come in multiples of this."""
+"""Slots on a GPU are rounded up to a multiple of this."""
 SCORES: Final = 3
-"""Tensors of attention scores that are alive at once in a decoding step on a CPU: raw, joined, and their softmax."""
+"""Tensors of attention scores alive at once in a decoding step on a CPU: raw, joined, and their softmax."""
 TOKEN_RECORD: Final = 12
 """Bytes of a drawn token: its id, and its log-probability."""
 
@@ -46,7 +46,7 @@ class RolloutMemory:
 
 
 def rollout_memory(config: RunConfig, work: Workload, settings: PassSettings) -> RolloutMemory:
-    """The memory of the rollouts of a run, of training steps and of evaluations, whichever is larger."""
+    """The memory of a run's rollouts, in training steps or evaluations, whichever is larger."""
     requests = [work.evaluation, work.request] if work.steps else [work.evaluation]
     each = [request_memory(request, config, settings) for request in requests if request.prompt_lengths]
     return RolloutMemory(
@@ -61,10 +61,10 @@ def has_second_process(config: RunConfig) -> bool:
 
 
 def request_memory(request: Request, config: RunConfig, settings: PassSettings) -> RolloutMemory:
-    """The memory of one request, all of whose completions are as long as they may be."""
+    """The memory of a request all of whose completions have the maximum length."""
     rows = min(config.rollout.max_rows, len(request.prompt_lengths) * request.group_size)
     first = request.prompt_lengths[: -(-rows // request.group_size)]
-    if isinstance(config.rollout.engine, VLLMConfig):  # keys, values and logits are the servers'
+    if isinstance(config.rollout.engine, VLLMConfig):  # keys, values and logits are on the servers
         tokens = len(request.prompt_lengths) * request.group_size * request.new_tokens
         return RolloutMemory(keys_and_values=0, decoding=TOKEN_RECORD * tokens)
     if settings.model.fallback is not None or config.rollout.engine == "generate":
@@ -107,9 +107,9 @@ def _slots(rows: int, config: RunConfig, *, on_cpu: bool) -> int:
 
 
 def _drawing(rows: int, first_prompts: int, config: RunConfig, model: PlannedModel) -> int:
-    """Bytes of logits and probabilities as a request begins, which is where there are most of them.
+    """Bytes of logits and probabilities at the beginning of a request, when there are most of them.
 
-    The prompts' logits, stacked, then one row for each completion; and of these the probabilities, and a copy for each
+    These are the prompts' logits, stacked, then a row for each completion, its probabilities, and a copy for each
     setting that changes them.
     """
     rollout = config.rollout
@@ -119,7 +119,7 @@ def _drawing(rows: int, first_prompts: int, config: RunConfig, model: PlannedMod
 
 
 def _generated(request: Request, rows: int, config: RunConfig, model: PlannedModel) -> RolloutMemory:
-    """The memory of transformers' `generate`, where every completion has keys and values of its prompt too."""
+    """The memory of transformers' `generate`, in which every completion also has keys and values of its prompt."""
     per_token = kv_bytes_per_token(model)
     tokens = rows * (request.prompt_lengths[0] + request.new_tokens)
     return RolloutMemory(
@@ -130,7 +130,7 @@ def _generated(request: Request, rows: int, config: RunConfig, model: PlannedMod
 
 
 def kv_bytes_per_token(model: PlannedModel) -> int:
-    """Bytes of a token's keys and values in all layers, by the configuration."""
+    """Bytes of a token's keys and values in all layers, according to the configuration."""
     shape = model.shape
     heads = shape.num_attention_heads
     kv_heads = getattr(shape, "num_key_value_heads", None) or heads
@@ -139,9 +139,9 @@ def kv_bytes_per_token(model: PlannedModel) -> int:
 
 
 def packed_copies(model: PlannedModel, *, on_cpu: bool) -> list[int]:
-    """Bytes of each of the weights' copies in the layout of oneDNN, which decoding in float32 reads where it is faster.
+    """Bytes of each copy of weights in oneDNN's layout, which decoding in float32 reads if that is faster.
 
-    Layers that read the same input have one copy, unless adapters stand between; see policy.linears.
+    Layers that read the same input share a copy, unless adapters separate them; see policy.linears.
     """
     if not on_cpu or model.fallback is not None or not onednn_is_faster():
         return []
@@ -162,9 +162,9 @@ def packed_copies(model: PlannedModel, *, on_cpu: bool) -> list[int]:
 
 
 def native_copy(config: RunConfig, model: PlannedModel, *, on_cpu: bool) -> int:
-    """Bytes of the copy that native kernels decode with: every linear weight once, adapters merged; see native_weights.
+    """Bytes of the native kernels' copy for decoding: every linear weight once, adapters merged; see native_weights.
 
-    Where the kernels cannot be compiled or do not agree with torch, there is none.
+    If the kernels cannot be compiled or do not agree with torch, there is no copy.
     """
     kernels = config.rollout.kernels
     setting = os.environ.get(SETTING, kernels) if kernels == "auto" else kernels

@@ -1,4 +1,4 @@
-"""`flatpeak plan`: what a recipe will run, the memory and disk that it takes, and whether it fits, before it is run."""
+"""`flatpeak plan`: what a recipe will run, how much memory and disk it needs, and whether it fits, before it runs."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from flatpeak.training.config import OptimizerConfig
 TIGHT: Final = 0.95
 """The share of a device's memory above which a plan says that it is tight."""
 LOGGED_TOKEN: Final = 36
-"""Bytes of a completion's token in a rollout log: its id (6 digits), its log-probability (up to 22 characters), both
+"""Bytes of a completion's token in a rollout log: its id (6 digits) and its log-probability (up to 22 characters), each
 with a comma and a blank, and its text (4)."""
 LOGGED_PROMPT_TOKEN: Final = 12
 """Bytes of a prompt's token, which has no log-probability."""
 LOGGED_ROW: Final = 300
 """Bytes of a row's names, rewards and advantage."""
 OTHER_CHECKPOINTS: Final = 3
-"""Checkpoints beside the periodic ones: the first, the best and the last."""
+"""Checkpoints in addition to the periodic ones: the first, the best and the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """Bytes on disk at most."""
+    """The most bytes on disk."""
 
     checkpoint: int
     """One checkpoint: the model, or its adapters, and the optimizer's state."""
     checkpoints: int
-    """The number of checkpoints at hand at a time, the one that is being written included."""
+    """The most checkpoints that exist at once, including the one being written."""
     rollout_log: int
     """The log of one step."""
     logged_steps: int
@@ -57,12 +57,12 @@ class RunPlan:
 
     @property
     def needed(self) -> int:
-        """Bytes of memory at most, the libraries' included."""
+        """The most bytes of memory needed, including libraries."""
         return self.memory.peak + self.device.libraries
 
     @property
     def fits(self) -> bool:
-        """Whether the device has so much."""
+        """Whether the device has this much memory."""
         return self.needed <= self.device.memory
 
     @property
@@ -76,7 +76,7 @@ class RunPlan:
         return (*self.work.notes, *self.memory.notes)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, as values of JSON; sizes in GiB."""
+        """Everything as JSON values; sizes in GiB."""
         inventory, work, disk = self.memory.inventory, self.work, self.disk
         source = self.model.config
         return {
@@ -133,7 +133,7 @@ class RunPlan:
 
 
 def plan_run(config: RunConfig, *, device_memory: float | None = None) -> RunPlan:
-    """Plan a run on the device at hand, or on one sold with so many GB; UserError for a recipe that cannot run."""
+    """Plan a run on this machine's device, or on one sold with this many GB; UserError if the recipe cannot run."""
     device = plan_device(config.model.device, device_memory=device_memory)
     work, model = plan_workload(config)
     return plan_on(config, work, model, device)
@@ -152,7 +152,7 @@ def in_gib(size: int) -> float:
 
 
 def plan_disk(config: RunConfig, work: Workload, inventory: Inventory) -> Disk:
-    """The disk that a run takes; the checkpoints of SFT lie beside those of RL."""
+    """The disk that a run needs; the checkpoints of SFT are kept next to those of RL."""
     checkpoint = checkpoint_bytes(inventory, config.optimizer if work.steps else config.sft.optimizer)
     count = _kept(config, work.steps) + _kept(config, work.sft_steps)
     every = config.run.log_rollouts_every
@@ -165,7 +165,7 @@ def plan_disk(config: RunConfig, work: Workload, inventory: Inventory) -> Disk:
 
 
 def checkpoint_bytes(inventory: Inventory, optimizer: OptimizerConfig) -> int:
-    """Bytes of a checkpoint: the weights as they are stored, under adapters these alone, masters and moments."""
+    """Bytes of a checkpoint: weights as stored (under adapters only these), masters and moments."""
     model = inventory.adapters or inventory.weights
     return model + inventory.masters + inventory.moments(optimizer)
 
@@ -177,7 +177,7 @@ def log_bytes(work: Workload) -> int:
 
 
 def _kept(config: RunConfig, steps: int) -> int:
-    """Checkpoints of a stage that are kept beside each other: no more than there are."""
+    """The most checkpoints of a stage that exist at once, limited by their number in the whole stage."""
     if not steps:
         return 0
     every = config.run.checkpoint_every

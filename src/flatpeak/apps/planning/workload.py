@@ -1,7 +1,7 @@
 """The work of a planned run: its data, prompts, completions, tokens, steps and updates, before anything is spent.
 
-Nothing is fetched but a model's config.json. Where data or a tokenizer are not at hand, numbers of tokens are upper
-bounds, and notes say so.
+Nothing is fetched except a model's config.json. If data or a tokenizer are not available here, numbers of tokens are
+upper bounds, and notes say so.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flatpeak.pipeline.evaluators import longest_prompt
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import adapter_source, build_tokenizer
 from flatpeak.protocols import Task
-from flatpeak.tasks.config import build_task
+from flatpeak.tasks.config import TaskConfig, build_task
 from flatpeak.tasks.preferences import PreferencesConfig
 from flatpeak.tasks.prompts import build_prompts, prompt_texts
 from flatpeak.types import Batch
@@ -29,23 +29,23 @@ from flatpeak.utils.control_tokens import TextEncoder
 from flatpeak.utils.huggingface import cache_alone, has_tokenizer, load_errors, load_tokenizer, local_or_hub
 
 ASSUMED_PROMPT: Final = 1024
-"""Tokens of a prompt where nothing at hand says more, and neither recipe nor context less."""
+"""Assumed tokens of a prompt if nothing says more, and neither recipe nor context limit it to less."""
 ASSUMED_ROWS: Final = 512
-"""Held-out rows where the data are not at hand, and `evaluation.size` is not set."""
+"""Assumed held-out rows if the data are not available here and `evaluation.size` is not set."""
 
 Length = TypeVar("Length")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Completions that a sampler is asked for at once."""
+    """Completions that are requested from a sampler at once."""
 
     prompt_lengths: tuple[int, ...]
     """Tokens of its prompts, the longest first."""
     group_size: int
-    """Completions of a prompt."""
+    """Completions per prompt."""
     new_tokens: int
-    """Tokens of a completion at most."""
+    """The most tokens of a completion."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,34 +54,34 @@ class Workload:
 
     task: str
     train_rows: int | None
-    """None where the data are not at hand."""
+    """None if the data are not available here."""
     test_rows: int | None
     prompt_lengths: tuple[int, ...]
-    """Tokens of the longest training prompts, as many as a step has, the longest first."""
+    """Tokens of the longest training prompts, as many as in a step, the longest first."""
     group_size: int
     new_tokens: int
-    """Tokens of a completion at most."""
+    """The most tokens of a completion."""
     draws: int
-    """Rounds of rollouts in a step at most: dynamic sampling may draw more than one."""
+    """The most rounds of rollouts in a step: dynamic sampling may draw more than one."""
     steps: int
     updates: int
-    """Updates of all steps at most."""
+    """The most updates in all steps."""
     sft_steps: int
     demonstrations: tuple[tuple[int, int], ...]
-    """(tokens of the prompt, tokens of the target) of the longest demonstrations, as many as an SFT step has."""
+    """(tokens of the prompt, tokens of the target) of the longest demonstrations, as many as in an SFT step."""
     evaluation: Request
     """The largest evaluation of the run."""
     notes: tuple[str, ...]
-    """Assumptions that stand in for what is not at hand."""
+    """Assumptions in place of what is not available here."""
 
     @property
     def completions(self) -> int:
-        """Completions of a step."""
+        """The completions of a step."""
         return len(self.prompt_lengths) * self.group_size
 
     @property
     def step_tokens(self) -> int:
-        """Tokens sampled in a step at most."""
+        """The most tokens sampled in a step."""
         return self.draws * self.completions * self.new_tokens
 
     @property
@@ -91,7 +91,7 @@ class Workload:
 
 
 def plan_workload(config: RunConfig) -> tuple[Workload, PlannedModel]:
-    """The work of a recipe, and its model without weights; UserError where either is unusable."""
+    """The work of a recipe, and its model without weights; UserError if either is unusable."""
     notes: list[str] = []
     task, first = _tasks(config, notes)
     model, tokenizer = _model(config, task, first, notes)
@@ -128,13 +128,15 @@ def plan_workload(config: RunConfig) -> tuple[Workload, PlannedModel]:
 
 
 def _tasks(config: RunConfig, notes: list[str]) -> tuple[Task | None, Task | None]:
-    """(the task, the first one of a curriculum); None for a task whose data are not at hand."""
+    """(the task, the first task of a curriculum); None for a task whose data are not available here."""
     if isinstance(config.task, PreferencesConfig):
         raise UserError(
             "task.type=preferences: a plan is of SFT and RL, and preference pairs train a reward model; plan the "
             "recipe of the policy, whose rewards name the reward model"
         )
-    sections = [config.task, *([config.curriculum.task] if config.curriculum is not None else [])]
+    sections: list[TaskConfig] = [config.task]
+    if config.curriculum is not None:
+        sections.append(config.curriculum.task)
     tasks: list[Task | None] = []
     for section in sections:
         try:
@@ -147,7 +149,7 @@ def _tasks(config: RunConfig, notes: list[str]) -> tuple[Task | None, Task | Non
 
 
 def _model(config: RunConfig, task: Task | None, first: Task | None, notes: list[str]) -> tuple[PlannedModel, Any]:
-    """The model, and its tokenizer where that is at hand."""
+    """The model, and its tokenizer if that is available here."""
     source = config.model
     if source.new is None:
         return read_model(source), _tokenizer(adapter_source(source))
@@ -160,7 +162,7 @@ def _model(config: RunConfig, task: Task | None, first: Task | None, notes: list
 
 
 def _tokenizer(source: ModelConfig) -> Any:
-    """The tokenizer of a directory, or of the Hub's cache; None where neither has one."""
+    """The tokenizer of a directory, or of the Hub's cache; None if neither has one."""
     assert source.path is not None
     settings = {"revision": source.revision or "main", "trust_remote_code": source.trust_remote_code}
     with cache_alone():
@@ -180,7 +182,7 @@ Tokens = tuple[list[int], list[int], list[tuple[int, int]]]
 def _counted(
     config: RunConfig, task: Task, first: Task | None, tokenizer: Any, *, limit: int, context: int | None
 ) -> Tokens:
-    """The tokens of all prompts; of a curriculum those of the stage whose steps are larger."""
+    """The tokens of all prompts; with a curriculum, those of the stage whose steps are larger."""
     train, others, test = (
         build_prompts(tuple(examples), tokenizer, config.prompt, max_tokens=limit).prompts
         for examples in (task.train, first.train if first else (), task.test)
@@ -191,14 +193,14 @@ def _counted(
     demonstrations = []
     for prompt in (*train, *others) if config.sft.steps else ():
         if prompt.example.rationale:
-            target = len(encoder.encode_text(prompt.example.rationale)) + 1  # one ends it
+            target = len(encoder.encode_text(prompt.example.rationale)) + 1  # plus the end-of-sequence token
             if context is None or len(prompt.token_ids) + target <= context:
                 demonstrations.append((len(prompt.token_ids), target))
     return largest, [len(prompt.token_ids) for prompt in test], demonstrations
 
 
 def _bounds(config: RunConfig, task: Task | None, *, limit: int, notes: list[str]) -> Tokens:
-    """Upper bounds of the same, with a note."""
+    """Upper bounds of the same numbers, with a note."""
     named = config.prompt.max_tokens
     bound = min(limit, named or ASSUMED_PROMPT)
     missing = "the tokenizer is" if task is not None and config.curriculum is None else "the data are"
@@ -214,12 +216,12 @@ def _bounds(config: RunConfig, task: Task | None, *, limit: int, notes: list[str
 
 
 def _first(ordered: Sequence[Length], count: int) -> tuple[Length, ...]:
-    """The first `count` of them, from the beginning again where there are fewer."""
+    """The first `count` elements, starting again from the beginning if there are fewer."""
     return tuple(ordered[index % len(ordered)] for index in range(count)) if ordered else ()
 
 
 def share_of_rollouts(work: Workload, processes: int) -> Workload:
-    """The work with the prompts that one rank samples and evaluates at most: the longest of them."""
+    """The work with the prompts that one rank samples and evaluates at most: the longest ones."""
 
     def share(lengths: tuple[int, ...]) -> tuple[int, ...]:
         return lengths[: -(-len(lengths) // processes)]
@@ -230,7 +232,7 @@ def share_of_rollouts(work: Workload, processes: int) -> Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Minibatch:
-    """The largest micro-batch that may come of a minibatch, and whether there are others."""
+    """The largest possible micro-batch of a minibatch, and whether there are others."""
 
     micro_batch: Batch
     several: bool
@@ -258,7 +260,7 @@ def plan_minibatch(config: RunConfig, work: Workload, *, token_budget: int, padd
 def plan_sft_minibatch(work: Workload, *, token_budget: int, padded: bool) -> Minibatch:
     """The largest micro-batch of SFT: each demonstration has its own prompt, and none is longer than the longest.
 
-    UserError where there is nothing to learn from.
+    UserError if there is nothing to learn from.
     """
     if not work.demonstrations:
         raise UserError("sft.steps is set but no training row has a rationale: map task.rationale, or set sft.steps=0")
@@ -269,10 +271,10 @@ def plan_sft_minibatch(work: Workload, *, token_budget: int, padded: bool) -> Mi
 def largest_micro_batch(
     prompts: Sequence[int], group: int, new_tokens: int, *, token_budget: int, padded: bool
 ) -> Minibatch:
-    """The whole minibatch where its tokens are within the budget, else as many as that is.
+    """The whole minibatch if its tokens are within the budget, else a part with as many tokens as the budget.
 
-    Completions may end anywhere, so that nearly every budget can be filled up. `padded`: the tokens of a prompt count
-    for each of its completions.
+    Completions may have any length, so nearly every budget can be filled. `padded`: the tokens of a prompt count for
+    each of its completions.
     """
     completions = len(prompts) * group
     if padded:
@@ -290,7 +292,7 @@ def largest_micro_batch(
 
 
 def _filled(prompts: Sequence[int], group: int, new_tokens: int, token_budget: int) -> Batch:
-    """Whole groups of as many tokens as the budget has: those that are full, or one more with shorter completions."""
+    """Whole groups with as many tokens as the budget: full groups, and perhaps one with shorter completions."""
     full = 1
     while full < len(prompts) and sum(prompts[: full + 1]) + (full + 1) * group * new_tokens <= token_budget:
         full += 1
@@ -303,7 +305,7 @@ def _filled(prompts: Sequence[int], group: int, new_tokens: int, token_budget: i
 
 
 def full_batch(prompt_lengths: Sequence[int], group: int, new_tokens: int) -> Batch:
-    """A batch of groups whose completions all have `new_tokens` tokens; which tokens these are plays no role."""
+    """A batch of groups whose completions all have `new_tokens` tokens, with arbitrary token ids."""
     count = len(prompt_lengths) * group
     lengths_N = torch.full((count,), new_tokens, dtype=torch.int64)
     return Batch(

@@ -1,1 +1,1 @@
-"""A checkpoint as others take it: exported, and on the Hub with a model card."""
+"""Checkpoints for others: exported, and on the Hub with a model card."""

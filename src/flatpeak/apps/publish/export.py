@@ -1,4 +1,4 @@
-"""Export of a run's model as one plain Hugging Face directory, its adapters merged into the base."""
+"""Export of a run's model as one plain Hugging Face directory, with its adapters merged into the base."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from flatpeak.utils.huggingface import no_progress_bar, no_warnings, save_tokeni
 
 DType = Literal["float32", "bfloat16"]
 MOST_LOST: Final = 0.5
-"""The largest norm of the rounding error, over the norm of the adapters' share of the weights."""
+"""The largest norm of the rounding error, relative to the norm of the adapters' share of the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,19 +39,19 @@ class Export:
 
     path: Path
     source: Path
-    """The checkpoint that it was made of."""
+    """The checkpoint that it was made from."""
     dtype: DType | None
-    """The type of its weights; None where the files were copied as they were."""
+    """The type of its weights; None if the files were copied unchanged."""
     lost: float | None
-    """Norm of the rounding error over the norm of the adapters' share of the weights; None without adapters."""
+    """Norm of the rounding error relative to the adapters' share of the weights; None without adapters."""
 
 
 def export(run: str | Path, directory: str | Path, *, checkpoint: str = "best", dtype: DType | None = None) -> Export:
     """Write the model of a run or checkpoint to a new directory that needs neither flatpeak nor peft.
 
     Adapters are merged in float32 and rounded once, to `dtype` (default: the run's `model.dtype`); a base in 4 bits is
-    dequantized first, since 4 bits would not hold what the adapters have learned. Raises UserError where rounding would
-    lose most of that, where there is no such checkpoint, and for a directory that is not empty.
+    dequantized first, because 4 bits could not represent what the adapters have learned. Raises UserError if rounding
+    would lose most of that, if there is no such checkpoint, or if the directory is not empty.
     """
     source, target = locate_checkpoint(str(run), checkpoint), Path(directory)
     check_new(target)
@@ -88,7 +88,7 @@ def check_new(target: Path) -> None:
 
 @contextmanager
 def whole_or_absent(target: Path) -> Iterator[Path]:
-    """A directory to write into, which becomes `target` at the end; nothing is left of it after an error."""
+    """A directory to write into, which becomes `target` at the end; after an error nothing of it remains."""
     temporary = target.absolute().with_name(f".export-{target.absolute().name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -96,14 +96,14 @@ def whole_or_absent(target: Path) -> Iterator[Path]:
         yield temporary
         share_weights(temporary)
         temporary.rename(target.absolute())
-    except OSError as error:  # shutil.Error is one
+    except OSError as error:  # includes shutil.Error
         raise UserError(f"{target} cannot be written ({error}): free space or fix the cause") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def locate_checkpoint(run: str, checkpoint: str) -> Path:
-    """The directory of a run's checkpoint, verified; a directory that is no run stands for itself."""
+    """The directory of a run's checkpoint, verified; a directory that is not a run stands for itself."""
     paths = RunPaths(Path(run))
     if not paths.is_run() and checkpoint != "best":
         raise UserError(
@@ -125,7 +125,7 @@ def locate_checkpoint(run: str, checkpoint: str) -> Path:
 
 
 def _load(config: ModelConfig, source: Path) -> tuple[Any, Any]:
-    """(model, tokenizer) of a checkpoint in the type that it was trained in; of an adapter its base."""
+    """(model, tokenizer) of a checkpoint in the type that it was trained in; for an adapter, its base."""
     dtype, cpu = getattr(torch, config.dtype), torch.device("cpu")
     if not (source / REWARD_MODEL).is_file():
         return load_pretrained(config, dtype=dtype, device=cpu)
@@ -133,7 +133,7 @@ def _load(config: ModelConfig, source: Path) -> tuple[Any, Any]:
     model, tokenizer, *_ = load(
         str(source), where="RUN", device=cpu, dtype=dtype, trust_remote_code=config.trust_remote_code
     )
-    if model.config.pad_token_id is None:  # as in training: transformers' own forward pass needs one
+    if model.config.pad_token_id is None:  # as in training: transformers' own forward pass needs it
         model.config.pad_token_id = tokenizer.pad_token_id
     return model, tokenizer
 
@@ -143,7 +143,7 @@ def _merged(base: Any, config: ModelConfig, source: Path, kind: torch.dtype) -> 
     base.requires_grad_(False)
     load = partial(load_adapter, path=str(source), where="adapter", scores=(source / REWARD_MODEL).is_file())
     quantized = config.quantization is not None
-    if quantized:  # for the check alone: the fingerprint is that of the weights beside those in 4 bits
+    if quantized:  # only for the check: the fingerprint covers the weights other than those in 4 bits
         base = load(base).unload().dequantize(dtype=torch.float32)
     cast_weights(base, torch.float32)
     adapted = load(base, checked=quantized)
@@ -163,14 +163,14 @@ def _merged(base: Any, config: ModelConfig, source: Path, kind: torch.dtype) -> 
             "export with --dtype float32"
         )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that they are merged already, and that a trained head is tied no longer
+        warnings.simplefilter("ignore")  # that they are already merged, and that a trained head is no longer tied
         model = adapted.merge_and_unload()
     restore_conv1d(model)
     return model, lost
 
 
 def restore_conv1d(model: Any) -> None:
-    """Give a dequantized GPT-2 its own kind of linear layers back, whose weights lie transposed."""
+    """Restore the linear layers of a dequantized GPT-2 to their own kind, with transposed weights."""
     with torch.device("meta"):
         plain = type(model)(model.config)
     for name, module in plain.named_modules():

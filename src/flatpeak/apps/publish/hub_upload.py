@@ -15,7 +15,7 @@ MODEL_FILES: Final = (
     *("*.safetensors", "*.safetensors.index.json", "pytorch_model*", "config.json", "generation_config.json"),
     *("adapter_*", "reward_model.json"),
 )
-"""Files by which a library decides what a repository holds: those of an earlier push must not stay beside new ones."""
+"""Files by which libraries see what a repository contains: none of an earlier push may stay next to new ones."""
 _ADVICE: Final = {
     401: "the Hub refuses the token: make one with write access at {endpoint}/settings/tokens and set HF_TOKEN",
     403: "the token may not write to {owner}: use one with write access to it, or another --repo",
@@ -28,11 +28,11 @@ _REPEAT: Final = "repeat the command later; what is uploaded by then is not sent
 
 
 class UploadError(RunError):
-    """The failure of an upload; the same command goes on where it ended."""
+    """An upload failed; repeating the command continues it."""
 
 
 def check_repository_name(repo: str, *, option: str = "--repo") -> None:
-    """UserError where `repo`, the value of `option`, is no `OWNER/NAME` that the Hub takes."""
+    """UserError if `repo`, the value of `option`, is not an `OWNER/NAME` that the Hub accepts."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
@@ -46,7 +46,7 @@ def check_repository_name(repo: str, *, option: str = "--repo") -> None:
 
 
 def hub_token() -> str:
-    """The token of HF_TOKEN or of the Hub's own login. UserError where there is none, or the Hub is not to be asked."""
+    """The token of HF_TOKEN or of the Hub's own login. UserError if there is none, or if the Hub must not be used."""
     from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:
@@ -60,11 +60,11 @@ def hub_token() -> str:
 
 
 def upload(paths: Mapping[str, Path], *, repo: str, private: bool, token: str, message: str) -> str:
-    """Upload files by their names to a model repository, made where it does not exist, and return its address.
+    """Upload files by their names to a model repository, creating it if needed, and return its address.
 
-    What the Hub has already is not sent again, so that a repeated call goes on where an interrupted one ended. Weights
-    of an earlier push that are not among the files are deleted in the same commit. UserError where the Hub refuses,
-    UploadError where it cannot be reached or fails.
+    Files that the Hub already has are not sent again, so a repeated call continues an interrupted upload. Weights of an
+    earlier push that are not among the files are deleted in the same commit. UserError if the Hub refuses, UploadError
+    if it cannot be reached or fails.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
@@ -101,11 +101,11 @@ def _hub_errors(repo: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except ValueError as error:  # of the card's metadata, a license that it does not know, say
+    except ValueError as error:  # from the card's metadata, such as an unknown license
         raise UserError(f"{repo}: the Hub refuses the files: {redact(brief(error))}") from error
-    except Exception as error:  # the client's HTTP library is its own choice, and so are its errors
+    except Exception as error:  # the client's HTTP library may change, and with it the types of errors
         cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, HfHubHTTPError):  # of a thread that uploads
+        while cause is not None and not isinstance(cause, HfHubHTTPError):  # raised in a thread that uploads
             cause = cause.__cause__
         if cause is not None:
             raise _refusal(cause, repo) from error

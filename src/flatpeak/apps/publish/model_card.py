@@ -1,4 +1,4 @@
-"""The model card of a run's checkpoint: README.md in the Hub's format, every figure of it from the run's own files."""
+"""The model card of a run's checkpoint: README.md in the Hub's format; every figure comes from the run's files."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from flatpeak.utils.huggingface import is_self_contained
 from flatpeak.utils.redaction import without_local_paths
 
 RECIPE: Final = "recipe.yaml"
-"""The file of the resolved recipe beside the card."""
+"""The file of the resolved recipe next to the card."""
 UNKNOWN_LICENSE: Final = "unknown"
-"""The value of the Hub's field `license` where no one has said which it is."""
+"""The value of the Hub's field `license` if it is not set."""
 QUESTION: Final = "What is 12 + 30?"
-"""The question of the snippet where the task's own are not at hand."""
+"""The question of the snippet if the task's questions are not available."""
 _FIRST: Final = ("accuracy", "sampled/accuracy", "extraction_failed", "sampled/extraction_failed", "reward")
 _HEADLINES: Final = re.compile(r"(sampled/)?accuracy|reward|(pass|maj)@.*")
-"""The metrics that the Hub's leaderboards are given."""
+"""The metrics for the Hub's leaderboards."""
 _FALLIBLE: Final = {
     "judge": "an LLM judge",
     "reward_model": "a reward model",
     "function": "a function of the user's own",
 }
-"""Rewards whose scores are a verdict, which may be wrong, and not a rule."""
+"""Rewards whose scores are verdicts that may be wrong, instead of rules."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CardSource:
-    """All that a card is made of: a checkpoint, its record, and the files of its run."""
+    """Everything that a card is made from: a checkpoint, its record, and the files of its run."""
 
     repo: str
     run_name: str
@@ -53,15 +53,15 @@ class CardSource:
     summary: RunSummary | None
     manifest: Mapping[str, Any]
     folder: Path
-    """The files that will stand beside the card."""
+    """The files that will be next to the card."""
     stage: Literal["sft", "train"]
     step: int
     adapter: bool
     license: str = UNKNOWN_LICENSE
     needed: tuple[str, ...] = ()
-    """Keys of the recipe whose values were left out as secrets or as local paths."""
+    """Keys of the recipe whose values were left out because they are secrets or local paths."""
     local: tuple[str, ...] = ()
-    """Keys of the recipe whose values are relative paths of files that the repository does not have."""
+    """Keys of the recipe whose values are relative paths of files that the repository lacks."""
 
     @property
     def is_reward_model(self) -> bool:
@@ -70,7 +70,7 @@ class CardSource:
 
     @property
     def is_before_rl(self) -> bool:
-        """Whether no step of RL is in the checkpoint of a run that has taken some."""
+        """Whether the checkpoint contains no step of RL although its run has taken some."""
         return self.stage == "train" and self.step == 0 and not self.is_reward_model
 
     @property
@@ -81,7 +81,7 @@ class CardSource:
 
     @property
     def question(self) -> str:
-        """A held-out question of a generated task, else one that any model takes."""
+        """A held-out question of a generated task, else a question for any model."""
         if isinstance(self.config.task, ArithmeticConfig) and "task" not in self.record.objects:
             return self.config.task.load().test[0].question
         return QUESTION
@@ -98,7 +98,7 @@ class CardSource:
 
     @property
     def tasks(self) -> list[TaskConfig]:
-        """The tasks that the recipe names, a curriculum's first one too; none where the caller brought the task."""
+        """The tasks in the recipe, including a curriculum's first task; empty if the caller passed the task."""
         if "task" in self.record.objects:
             return []
         return [self.config.task, *([self.config.curriculum.task] if self.config.curriculum else [])]
@@ -128,13 +128,13 @@ class CardSource:
 
     @property
     def evaluation(self) -> StageEvaluation | None:
-        """The last evaluation of this very checkpoint, or None."""
+        """The last evaluation of exactly this checkpoint, or None."""
         return self._evaluation_at(self.stage, self.step)
 
     def _evaluation_at(self, stage: str, step: int | None) -> StageEvaluation | None:
         evaluations = self.summary.evaluations if self.summary else ()
         rows = [row for row in evaluations if row.stage == stage and row.step == step]
-        if not rows and stage == "train" and step == 0:  # the model that RL began with
+        if not rows and stage == "train" and step == 0:  # the model at the start of RL
             rows = [row for row in evaluations if row.stage != "train"]
         return rows[-1] if rows else None
 
@@ -207,17 +207,18 @@ def write_card(source: CardSource) -> str:
 
 
 def metadata(source: CardSource) -> Any:
-    """The card's metadata in the Hub's own fields, a `huggingface_hub.ModelCardData`."""
+    """The card's metadata in the Hub's fields, a `huggingface_hub.ModelCardData`."""
     from huggingface_hub import ModelCardData
 
     base = source.record.base_model
     results = _evaluation_results(source)
+    relation = "adapter" if source.adapter else "finetune"
     return ModelCardData(
         library_name="peft" if source.adapter else "transformers",
         pipeline_tag="text-classification" if source.is_reward_model else "text-generation",
         license=source.license,
         base_model=base,
-        base_model_relation=None if base is None else "adapter" if source.adapter else "finetune",
+        base_model_relation=None if base is None else relation,
         datasets=source.datasets or None,
         tags=_tags(source),
         model_name=source.repo.rpartition("/")[2] if results else None,
@@ -260,12 +261,12 @@ def _tags(source: CardSource) -> list[str]:
 
 
 def algorithm_tag(name: str) -> str:
-    """The tag of an algorithm: `dr-grpo`, and `grpo` for one that is a variant of GRPO."""
+    """The tag of an algorithm: `dr-grpo`, and `grpo` for a variant of GRPO."""
     return "-".join(re.findall(r"[a-z]+", name.partition(" with ")[0].lower()))
 
 
 def _results_table(columns: list[tuple[str, StageEvaluation]], *, unit: str) -> list[list[str]]:
-    """The rows of the table, its header first; empty without an evaluation."""
+    """The rows of the table, with the header first; empty without an evaluation."""
     if not columns:
         return []
     evaluations = [evaluation for _, evaluation in columns]

@@ -31,10 +31,10 @@ from flatpeak.utils.adapter_base import ADAPTER_CONFIG, named_base
 from flatpeak.utils.redaction import HIDDEN, HIDDEN_DIRECTORY, is_key, local_roots, redact, without_local_paths
 
 EXTRAS: Final = ("rollouts", "report")
-"""The names that `--with` takes."""
+"""The names that `--with` accepts."""
 _CARD: Final = "README.md"
 _SETTINGS: Final = re.compile(r"(?!(tokenizer|vocab|added_tokens)\.json$)(?!.*\.index\.json$).*\.json")
-"""JSON files of a model that are settings; the others are vocabularies and indices, whose words are no paths."""
+"""JSON files of a model that are settings; the others are vocabularies and indices, whose words are not paths."""
 _TEXTS: Final = (".jinja", ".txt", ".md", ".py")
 _STEP: Final = re.compile(r"step_(\d+)")
 
@@ -55,19 +55,19 @@ class Push:
 
     repo: str
     source: Path
-    """The checkpoint that it was made of."""
+    """The checkpoint that it was made from."""
     files: tuple[FolderFile, ...]
     address: str | None
     """The repository's page; None after a dry run."""
     directory: Path | None
     """The folder that a dry run has written."""
     local: tuple[str, ...] = ()
-    """Keys of the recipe that name files by relative paths, which the folder does not hold."""
+    """Keys of the recipe that name files by relative paths, which the folder lacks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Checkpoint:
-    """A checkpoint to be pushed, and the run that it belongs to."""
+    """A checkpoint to push, and the run that it belongs to."""
 
     path: Path
     run: RunPaths
@@ -91,10 +91,10 @@ def push(
 ) -> Push:
     """Upload a run's checkpoint to the Hub as `repo`, or write exactly that folder to `dry_run` without a network.
 
-    The folder holds the model as `from_pretrained` loads it (adapters in peft's format), its record, a model card, the
-    recipe, and `extras`: `rollouts`, `report`. `base_model` is the Hub name of a base that the recipe names by a
-    directory. `announce` is given the files before anything is uploaded. Raises UserError for what cannot be pushed
-    and for a refusal of the Hub, `hub_upload.UploadError` for an upload that may be repeated.
+    The folder contains the model as `from_pretrained` loads it (adapters in peft's format), its record, a model card,
+    the recipe, and `extras`: `rollouts`, `report`. `base_model` is the Hub name of a base that the recipe names by a
+    directory. `announce` is called with the files before anything is uploaded. Raises UserError if the checkpoint
+    cannot be pushed or the Hub refuses it, and `hub_upload.UploadError` if the upload may be repeated.
     """
     check_repository_name(repo)
     for name in extras:
@@ -143,7 +143,7 @@ def _sizes(paths: Mapping[str, Path]) -> tuple[FolderFile, ...]:
 
 
 def _locate(name: str, checkpoint: str) -> _Checkpoint:
-    """The checkpoint of a run, or the one whose directory is given, behind its links; UserError without a run."""
+    """A run's checkpoint, or the one in a given directory, with links resolved; UserError without a run."""
     path = locate_checkpoint(name, checkpoint)
     source = locate_model(str(path))
     if source.run is None or source.recipe is None:
@@ -152,7 +152,7 @@ def _locate(name: str, checkpoint: str) -> _Checkpoint:
     real = path.resolve()
     step = _STEP.fullmatch(real.name)
     if step is None:
-        raise UserError(f"{real} is no checkpoint of a run: name one by --checkpoint best, last, sft or a step")
+        raise UserError(f"{real} is not a checkpoint of a run: name one by --checkpoint best, last, sft or a step")
     if source.record is None:
         raise UserError(f"{real} has lost its {PROMPT_RECORD}: push another checkpoint by --checkpoint")
     run = RunPaths(source.run)
@@ -167,7 +167,7 @@ def _locate(name: str, checkpoint: str) -> _Checkpoint:
 
 
 class _FolderWriter:
-    """A writer of the folder for the Hub, without secrets and local paths."""
+    """Writes the folder for the Hub, without secrets and local paths."""
 
     def __init__(self, origin: _Checkpoint, *, repo: str, base_model: str | None, license: str, token: str) -> None:
         self.origin = origin
@@ -183,7 +183,7 @@ class _FolderWriter:
         self.local: tuple[str, ...] = ()
 
     def write(self, folder: Path, extras: Sequence[str]) -> dict[str, Path]:
-        """Write what is not uploaded as it is in the checkpoint, and map each name in the repository to its file."""
+        """Write everything that is not uploaded unchanged, and map each name in the repository to its file."""
         paths: dict[str, Path] = {}
         for path in sorted(self.origin.path.rglob("*")):
             relative = path.relative_to(self.origin.path)
@@ -231,7 +231,7 @@ class _FolderWriter:
         if base_model is not None:
             check_repository_name(base_model, option="--base-model")
             record = record.model_copy(update={"base_model": base_model, "base_revision": None})
-        elif self.adapter and record.base_model is None:  # of a caller's model, which itself says where it is from
+        elif self.adapter and record.base_model is None:  # a caller's model, which itself knows its origin
             base, revision = on_hub(*named_base(self.origin.path, where="RUN"))
             record = record.model_copy(update={"base_model": base, "base_revision": revision})
         if self.adapter and record.base_model is None:
@@ -242,7 +242,7 @@ class _FolderWriter:
         return PromptRecord.model_validate(self._cleaned(record.model_dump(mode="json")))
 
     def _changed(self, path: Path) -> str | None:
-        """The text of a model's settings that others get in place of a file; UserError for one that holds a secret."""
+        """The text of a model's settings to upload in place of a file; UserError if it contains a secret."""
         settings = _SETTINGS.fullmatch(path.name)
         if not settings and path.suffix not in _TEXTS:
             return None
@@ -259,7 +259,7 @@ class _FolderWriter:
         return None if cleaned == json.loads(text) else json.dumps(cleaned, indent=2) + "\n"
 
     def _recipe(self) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """The recipe with its template as a text, and the keys whose values are left out of it."""
+        """The recipe with its template as a text, and the keys whose values are left out."""
         whole = self.config.model_dump(mode="json")
         recipe: dict[str, Any] = self._cleaned(whole)
         if recipe["run"]["directory"] != whole["run"]["directory"]:
@@ -274,12 +274,12 @@ class _FolderWriter:
         return recipe, tuple(changed)
 
     def _has_local_base(self) -> bool:
-        """Whether the recipe names by a local path the very model that the Hub has, and not one trained from it."""
+        """Whether the recipe's local path is exactly the model on the Hub, and not a model trained from it."""
         path = Path(self.config.model.path or "").expanduser()
         return self.config.model.path is not None and path.exists() and not (path / PROMPT_RECORD).is_file()
 
     def _add(self, folder: Path, extras: Sequence[str]) -> None:
-        """Add the rollouts, and the report, which is written where there is none."""
+        """Add the rollouts, and the report, which is written if it is missing."""
         run = self.origin.run
         added: list[Path] = []
         if "rollouts" in extras:
@@ -299,7 +299,7 @@ class _FolderWriter:
 
 
 def _is_relative_file(key: str, value: Any) -> bool:
-    """Whether a setting names a file or directory by a relative path: by its form, or because it is there."""
+    """Whether a setting names a file or directory by a relative path, by its form or because it exists."""
     if not isinstance(value, str) or key.startswith(("run.", "tracking.")) or value.startswith(f"{HIDDEN_DIRECTORY}/"):
         return False
     if value.startswith(("./", "../")) or value.endswith(".py") or ".py:" in value:
@@ -307,11 +307,11 @@ def _is_relative_file(key: str, value: Any) -> bool:
     is_place = key.rpartition(".")[2].endswith(("path", "model", "tokenizer", "file"))
     try:
         return is_place and Path(value).exists()
-    except (OSError, ValueError):  # a name that is too long, or holds a NUL
+    except (OSError, ValueError):  # a name that is too long, or contains a NUL
         return False
 
 
 def _keys_of(recipe: dict[str, Any]) -> list[str]:
-    """The values of the environment variables that a recipe names for its judges, whatever they are called."""
+    """The values of the environment variables that a recipe names for its judges, under any name."""
     names = [value for key, value in flatten(recipe).items() if key.endswith("api_key_env") and value]
     return [value for name in names if is_key(value := os.environ.get(str(name), "").strip())]

@@ -1,1 +1,1 @@
-"""Native kernels in C++: compiled by the compiler at hand or shipped, called through ctypes, checked before use."""
+"""Native kernels in C++: shipped or compiled on this machine, called through ctypes, checked before use."""

@@ -1,11 +1,10 @@
-"""The native kernels' library: shipped with the package, or compiled at first use by the compiler at hand.
+"""The library of native kernels: shipped with the package, or compiled at first use by the compiler found.
 
-    python -m flatpeak.kernels.native.build      compiles what a wheel ships, into prebuilt/
+    python -m flatpeak.kernels.native.build      compiles the libraries that a wheel ships, into prebuilt/
 
-A library is named by a hash of source, flags and instruction set, so that one that fits is found by its name alone. It
-is compiled for one of a few levels of instruction sets, chosen by what the processor says it has: on another machine
-with the same cache a library is loaded only if its level is that processor's too. It has a plain C interface and knows
-neither Python nor torch.
+The name of a library contains a hash of source, flags and instruction set, so a fitting library is found by name. It is
+compiled for one of a few levels of instruction sets, chosen by what the processor reports: another machine that shares
+the cache loads a library only if it has the same level. It has a plain C interface, and uses neither Python nor torch.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ LEVELS = {
     "x86-64-v3": ("x86_64", "AVX", "avx avx2 bmi1 bmi2 f16c fma abm movbe"),
     "armv8-a": ("aarch64", "", "asimd"),
 }
-"""Instruction sets by the compiler's name, the best first: machine, beginning of torch's own, the processor's flags."""
+"""Instruction sets by the compiler's name, best first: machine, beginning of torch's name for it, processor flags."""
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
 THREADS = ("-fopenmp",)
-"""Left out where the compiler has no OpenMP; kernels then run on one thread."""
+"""Omitted if the compiler lacks OpenMP; kernels then run on one thread."""
 COMPILERS = ("c++", "g++", "clang++")
 SECONDS = 600
-"""The longest that a compiler may take, by the clock: a busy machine has taken over 120."""
+"""The longest that a compiler may take, in wall-clock time: on a busy machine it has taken over 120."""
 TRIAL_SECONDS = 20
 CHECKSUM = 16
-"""Bytes of the checksum that a compiled library ends in, which the loader ignores."""
+"""Bytes of the checksum at the end of a compiled library, which the loader ignores."""
 TRIAL = """#include <algorithm>
 #include <cmath>
 #include <memory>
@@ -58,18 +57,18 @@ extern "C" double sum(const double* values, long count) {
     return total;
 }
 """
-"""Lines that ask of a compiler what the kernels do: the standard library, threads, a shared library."""
+"""Source that needs from a compiler what the kernels need: the standard library, threads, a shared library."""
 _FOLDER = Path(__file__).parent
 PREBUILT = _FOLDER / "prebuilt"
-"""The libraries that a wheel brings along."""
+"""The libraries shipped with a wheel."""
 
 
 class UnavailableError(RuntimeError):
-    """Error of a machine on which the kernels cannot run; the text is the reason."""
+    """Error if the kernels cannot run on a machine; the text is the reason."""
 
 
 def library() -> ctypes.CDLL:
-    """The kernels for this processor; UnavailableError where there are none."""
+    """The kernels for this processor; UnavailableError if there are none."""
     result = _find()
     if isinstance(result, str):
         raise UnavailableError(result)
@@ -77,7 +76,7 @@ def library() -> ctypes.CDLL:
 
 
 def record(**values: Any) -> Any:
-    """A structure of C with these values, in this order; see `_converted`. Tensors live as long as it does."""
+    """A C structure with these values, in this order; see `_converted`. It keeps its tensors alive."""
     converted = {name: _converted(value) for name, value in values.items()}
     result: Any = _kind(tuple((name, type(value)) for name, value in converted.items()))(*converted.values())
     result.kept = values
@@ -92,7 +91,7 @@ def call(name: str, *arguments: Any) -> None:
 
 
 def _converted(value: Any) -> Any:
-    """A value as C has it: int64_t, float, or the address of a tensor or structure, which may be null."""
+    """A value as passed to C: int64_t, float, or the address of a tensor or structure, which may be null."""
     if isinstance(value, int):
         return ctypes.c_int64(value)
     if isinstance(value, float):
@@ -108,7 +107,7 @@ def _kind(fields: tuple[tuple[str, Any], ...]) -> type[ctypes.Structure]:
 
 
 def library_name() -> str:
-    """The instruction set, version and compiler of the kernels, which decide every bit of a result."""
+    """The instruction set, version and compiler of the kernels, which determine every bit of a result."""
     compiler = library().compiler
     compiler.restype = ctypes.c_char_p
     return f"{file_name(processor_level()).removesuffix('.so')} ({compiler().decode()})"
@@ -116,7 +115,7 @@ def library_name() -> str:
 
 @cache
 def _find() -> ctypes.CDLL | str:
-    """The library, or why there is none: looked for once."""
+    """The library, or why there is none; searched once."""
     try:
         return _load(processor_level())
     except UnavailableError as error:
@@ -126,11 +125,11 @@ def _find() -> ctypes.CDLL | str:
 def _load(level: str) -> ctypes.CDLL:
     shipped = PREBUILT / file_name(level)
     if shipped.is_file():
-        with suppress(OSError):  # of another C library: compile
+        with suppress(OSError):  # made for another C library: compile
             return ctypes.CDLL(str(shipped))
     path = cache_folder() / shipped.name
     failure: OSError | None = None
-    for compiled in (False, True):  # what is there may be damaged, or of another C library
+    for compiled in (False, True):  # the existing file may be damaged, or made for another C library
         if compiled:
             compile_library(level, path)
         try:
@@ -143,9 +142,9 @@ def _load(level: str) -> ctypes.CDLL:
 
 
 def _open(path: Path) -> ctypes.CDLL:
-    """Load a compiled library; OSError where it is damaged.
+    """Load a compiled library; OSError if it is damaged.
 
-    The loader ends the process at a file that was cut short, as by a full disk or a loss of power.
+    The loader would crash the process on a truncated file, as a full disk or a power failure leaves it.
     """
     content = path.read_bytes()
     if content[-CHECKSUM:] != _checksum(content[:-CHECKSUM]):
@@ -158,7 +157,7 @@ def _checksum(content: bytes) -> bytes:
 
 
 def processor_level() -> str:
-    """The best level whose instructions this processor has, and torch is allowed to use."""
+    """The best level whose instructions this processor has and torch is allowed to use."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -173,7 +172,7 @@ def processor_level() -> str:
 
 
 def file_name(level: str) -> str:
-    """The name of the library for a level: a hash of all that decides what it does."""
+    """The name of the library for a level, with a hash of everything that determines the code."""
     digest = blake2b(digest_size=10)
     for text in (*FLAGS, *THREADS, level, *((_FOLDER / name).read_text(encoding="utf-8") for name in SOURCES)):
         digest.update(f"{len(text)}:{text}".encode())
@@ -181,9 +180,9 @@ def file_name(level: str) -> str:
 
 
 def describe() -> str:
-    """The kernels that a run would use, in words; UnavailableError where there are none. Writes nothing that stays.
+    """The kernels that a run would use, in words; UnavailableError if there are none. Leaves no files behind.
 
-    Where none are compiled yet, a few lines are, by the compiler and the flags that the kernels would be compiled with.
+    If no library is compiled yet, this compiles a few lines with the compiler and the flags of the kernels.
     """
     level = processor_level()
     shipped = PREBUILT / file_name(level)
@@ -197,7 +196,7 @@ def describe() -> str:
         _check_folder(nearest, exists=nearest == path.parent)
         if path.exists():
             _check_owner(path.lstat(), path)
-            with suppress(OSError):  # damaged: a run compiles it anew
+            with suppress(OSError):  # damaged: a run would compile it again
                 _open(path)
                 return f"{level}, compiled before"
     except OSError as error:
@@ -214,10 +213,10 @@ def describe() -> str:
 
 
 def cache_folder() -> Path:
-    """The folder of compiled libraries, made if needed; UnavailableError where others could put a library there."""
+    """The folder of compiled libraries, created if needed; UnavailableError if others could put a library there."""
     folder = _cache_path()
     try:
-        for directory in (*reversed(folder.parents), folder):  # `parents=True` would let the umask decide who may write
+        for directory in (*reversed(folder.parents), folder):  # with `parents=True` the umask decides who may write
             directory.mkdir(mode=0o700, exist_ok=True)
         _check_folder(folder)
     except OSError as error:
@@ -234,21 +233,21 @@ def _cache_path() -> Path:
 
 
 def _check_folder(folder: Path, *, exists: bool = True) -> None:
-    """UnavailableError where others could put a library into the folder, or another folder in its place.
+    """UnavailableError if others could put a library into the folder, or replace the folder.
 
-    A folder that does not exist yet is judged by the nearest one above it, which may be shared, and a link.
+    If the folder does not exist yet, the nearest existing parent is checked, which may be shared or a link.
     """
     _check_owner(folder.lstat() if exists else folder.stat(), folder, shared=not exists)
-    for parent in folder.resolve().parents:  # who may rename a folder above may put another in its place
+    for parent in folder.resolve().parents:  # who may rename a parent folder may replace what is below it
         _check_owner(parent.stat(), parent, shared=True)
 
 
 def compile_library(level: str, path: Path) -> None:
-    """Compile the kernels for a level into a file that appears at once and whole."""
+    """Compile the kernels for a level and write the file atomically."""
     sources = [str(_FOLDER / name) for name in SOURCES if name.endswith(".cpp")]
     compiler = _compiler()
     try:
-        with TemporaryDirectory(prefix=".", dir=path.parent) as scratch:  # a process id is not unique over containers
+        with TemporaryDirectory(prefix=".", dir=path.parent) as scratch:  # process ids are not unique across containers
             target = Path(scratch) / path.name
             _compile(sources, level, target)
             target.write_bytes(target.read_bytes() + _checksum(target.read_bytes()))
@@ -259,7 +258,7 @@ def compile_library(level: str, path: Path) -> None:
 
 
 def _compile(sources: list[str], level: str, target: Path, *, seconds: float = SECONDS) -> bool:
-    """Whether the compiler has OpenMP, with which or without which it has then made a library of the sources."""
+    """Make a library of the sources, with OpenMP if the compiler has it; whether it does."""
     compiler, last = _compiler(), ""
     try:
         for threads in (THREADS, ()):
@@ -276,13 +275,13 @@ def _compile(sources: list[str], level: str, target: Path, *, seconds: float = S
 
 
 def _reason(output: bytes) -> str:
-    """The first line with an error in a compiler's output, else its first line; in any encoding."""
+    """The first line with an error in a compiler's output, else its first line; output may be in any encoding."""
     lines = output.decode(errors="replace").strip().splitlines()
     return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "")
 
 
 def compile_shipped() -> list[Path]:
-    """Compile the libraries of a wheel for machines like this one, for any of their processors; others are deleted."""
+    """Compile the wheel's libraries for every processor of this kind of machine, and delete all others."""
     PREBUILT.mkdir(exist_ok=True)
     levels = [level for level, (machine, *_) in LEVELS.items() if machine == platform.machine()]
     paths = {level: PREBUILT / file_name(level) for level in levels}
@@ -300,7 +299,7 @@ def _compiler() -> list[str]:
     try:
         named = shlex.split(os.environ.get("CXX", ""))
     except ValueError as error:
-        raise UnavailableError(f"CXX={os.environ['CXX']} is no command: {error}") from None
+        raise UnavailableError(f"CXX={os.environ['CXX']} is not a command: {error}") from None
     chosen = named or [name for name in COMPILERS if shutil.which(name)][:1]
     if not chosen or shutil.which(chosen[0]) is None:
         raise UnavailableError(

@@ -1,7 +1,7 @@
 """Decoding by the native kernels: a model's weights as a table of pointers, and the memory of a request.
 
-A prompt has a memory of its own, as long as it is, and a slot one for its completion. Rows refer to both by address, so
-that moving a completion to another slot copies no key. A decoding step is one call.
+A prompt has memory of exactly its length, and a slot has memory for its completion. Rows refer to both by address, so
+moving a completion to another slot copies no key. A decoding step is one call.
 
     row of a slot     token | output | prompt's memory: base, capacity, length | own memory: base, capacity, length
 """
@@ -20,14 +20,14 @@ from flatpeak.kernels.native.build import call, library, record
 
 LINEAR = ("qkv", "out", "up", "down", "head")
 _LAYER = ("before", "between", *LINEAR[:4], "q_norm", "k_norm")
-"""The components of a layer, norms and products. `up` has gate and up below each other where the model has a gate
-(SwiGLU), else GELU follows it; the norms of queries and keys may be missing."""
+"""The components of a layer, norms and products. `up` holds gate and up, one below the other, if the model has a gate
+(SwiGLU); otherwise GELU follows it. The norms of queries and keys may be missing."""
 _ROW = 8
 _TOKEN, _OUTPUT, _SHARED, _SHARED_LENGTH, _OWN, _OWN_CAPACITY, _OWN_LENGTH = 0, 1, 2, 4, 5, 6, 7
 
 
 class Affine(NamedTuple):
-    """A weight with its bias, of a product ([out, in]) or of a norm ([n]); a norm without a bias is RMSNorm."""
+    """The weight and bias of a product ([out, in]) or of a norm ([n]); a norm without a bias is RMSNorm."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -35,7 +35,7 @@ class Affine(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelWeights:
-    """A decoder-only transformer in float32. Positions are learned, or tables of rope for the first n positions."""
+    """A decoder-only transformer in float32. Positions are learned, or tables of rope for n positions."""
 
     embedding: Tensor
     positions: Tensor | None
@@ -44,7 +44,7 @@ class ModelWeights:
     last: Affine
     head: Affine
     layers: Iterable[Mapping[str, Affine]]
-    """Their components, by name; read once, one after the other, so that a joined copy of one is all there is."""
+    """Their components, by name; iterated once and in order, so that only one joined copy exists at a time."""
     heads: int
     kv_heads: int
     epsilon: float
@@ -52,7 +52,7 @@ class ModelWeights:
 
 
 class PackedModel:
-    """A copy of a model's weights as the kernels read them; it does not follow the weights."""
+    """A copy of a model's weights as the kernels read them; later updates of the weights do not reach it."""
 
     def __init__(self, weights: ModelWeights) -> None:
         self.width: int = library().vector_width()
@@ -89,19 +89,19 @@ class PackedModel:
         )
 
     def reach(self, positions: int) -> None:
-        """Make the tables of rope for this many positions; IndexError where the model has learned fewer."""
+        """Extend the rope tables to this many positions; IndexError if the model has learned fewer."""
         learned = self._positions
         if learned is not None and positions > len(learned):
-            raise IndexError(f"{positions} positions are asked for, and the model has {len(learned)}")
+            raise IndexError(f"{positions} positions are requested, but the model has {len(learned)}")
         if self._rope is not None:
             self._tables = [table.contiguous() for table in self._rope(positions)]
             self._model.cosines, self._model.sines = (table.data_ptr() for table in self._tables)
 
     def check(self, tokens: Tensor) -> None:
-        """IndexError where a token has no embedding: the kernels would read whatever lies there."""
+        """IndexError if a token has no embedding: the kernels would read memory outside the table."""
         known = len(self._embedding)
         for token in tokens[(tokens < 0) | (tokens >= known)].tolist():
-            raise IndexError(f"token {token} of a prompt is none of the model's {known}")
+            raise IndexError(f"token {token} of a prompt is outside the model's vocabulary of {known}")
 
     def memory(self, count: int, columns: int) -> Tensor:
         """Uninitialized memory for the keys and values of this many tokens, `count` times: [count, floats]."""
@@ -109,7 +109,7 @@ class PackedModel:
         return torch.empty(count, self._memories * round_up(columns, self.width) * per_column, dtype=torch.float32)
 
     def forward(self, rows: Tensor, order: Tensor, outputs: int) -> Tensor:
-        """The logits of these rows, in this order: float32 [outputs, V], those of no row without meaning."""
+        """The logits of these rows, in this order: float32 [outputs, V]; undefined for unused rows."""
         stride = round_up(self.vocabulary, self._panel)
         logits = torch.empty(outputs, stride, dtype=torch.float32)
         call("forward", self._model, rows, order, len(order), outputs, logits, stride, torch.get_num_threads())
@@ -127,9 +127,9 @@ class PackedModel:
 
 
 def _panels(rows: Tensor, size: int, *, gated: bool = False) -> Tensor:
-    """Rows in panels of this many, the last filled with zeros: [panels, size, ...].
+    """Rows in panels of this size, the last filled up with zeros: [panels, size, ...].
 
-    Half a panel of a gate stands beside half a panel of what it gates, so that they meet in registers.
+    Half a panel of the gate is followed by half a panel of what it gates, so that the kernel has both in registers.
     """
     if gated:
         return torch.cat([_panels(each, size // 2) for each in rows.chunk(2)], 1)
@@ -148,19 +148,19 @@ class NativeCache:
     """Keys and values of one request; implements protocols.DecodeState."""
 
     prefill_tokens = 512
-    """Prompt tokens of one pass. Rows go through the layers 128 at a time, so that more gain nothing, and the first
-    tokens of a request are drawn after its first pass."""
+    """Prompt tokens per pass. Rows go through the layers 128 at a time, so more would gain nothing, and a request's
+    first tokens are drawn after its first pass."""
 
     def __init__(self, model: PackedModel, *, slots: int, longest_prompt: int, new_tokens: int) -> None:
         model.reach(longest_prompt + new_tokens)
         self._model = model
         self._own = model.memory(slots, new_tokens)
         self._prompts: dict[int, tuple[Tensor, int]] = {}  # memory and length, by entry
-        self._rows = torch.zeros(slots, _ROW, dtype=torch.int64)  # without a prompt where nothing is decoded
+        self._rows = torch.zeros(slots, _ROW, dtype=torch.int64)  # rows without a prompt are not decoded
         self._rows[:, _OUTPUT] = torch.arange(slots)
         self._rows[:, _OWN] = self._own.data_ptr() + torch.arange(slots) * self._own.stride(0) * 4
         self._rows[:, _OWN_CAPACITY] = new_tokens
-        self._order: Tensor | None = None  # of the slots that are decoded, those of a prompt side by side
+        self._order: Tensor | None = None  # of the slots being decoded, grouped by prompt
 
     def prefill(self, prompts: Sequence[Sequence[int]], entries: Sequence[int]) -> Tensor:
         """Read prompts into these entries; the logits after each, float32 [P, V]."""
@@ -183,7 +183,7 @@ class NativeCache:
         """Append a token to each of the first R slots; the logits after it, float32 [R, V]."""
         rows = self._rows[: len(tokens_R)]
         rows[:, _TOKEN] = tokens_R
-        # A slot whose completion has ended stays at its last column until another takes its place.
+        # A slot whose completion has ended stays at its last column until another completion takes its place.
         torch.minimum(rows[:, _OWN_LENGTH] + 1, rows[:, _OWN_CAPACITY], out=rows[:, _OWN_LENGTH])
         if self._order is None:
             prompts, slots = rows[:, _SHARED].sort(stable=True)
@@ -191,7 +191,7 @@ class NativeCache:
         return self._model.forward(rows, self._order, len(rows))
 
     def drawing(self, buffer: Any) -> Callable[[Tensor, Tensor], Tensor]:
-        """The draws of a CompletionBuffer by these kernels, or its own where filters or greedy tokens are wanted."""
+        """Draw a CompletionBuffer's tokens by these kernels; by the buffer's code if it filters or is greedy."""
         if buffer.plain_draws is None:
             own: Callable[[Tensor, Tensor], Tensor] = buffer.draw
             return own
@@ -210,7 +210,7 @@ class NativeCache:
         return draw
 
     def admit(self, slots: Sequence[int], entries: Sequence[int]) -> None:
-        """Begin completions in these slots, each of the prompt in its entry."""
+        """Begin completions in these slots, each with the prompt in its entry."""
         prompts = [(memory.data_ptr(), length, length) for memory, length in map(self._prompts.__getitem__, entries)]
         index = torch.tensor(slots)
         self._rows[index, _SHARED:_OWN] = torch.tensor(prompts)
@@ -223,7 +223,7 @@ class NativeCache:
         entries: tuple[Sequence[int], Sequence[int]],
         idle: Sequence[int],
     ) -> None:
-        """Move completions and prompts from sources to targets, by address; nothing is decoded in the idle slots."""
+        """Move completions and prompts from sources to targets, by address; the idle slots are not decoded."""
         sources, targets = map(list, slots)
         prompts = self._rows[sources, _SHARED]
         self._rows[[*targets, *sources]] = self._rows[[*sources, *targets]]
@@ -236,7 +236,7 @@ class NativeCache:
         self._order = None
 
     def _release(self, entry: int) -> None:
-        """Free the memory of an entry's prompt; slots that a completion of it was left in are not decoded any more."""
+        """Free the memory of an entry's prompt, and stop decoding slots that still hold a completion of it."""
         if entry in self._prompts:
             memory, _ = self._prompts.pop(entry)
             self._rows[self._rows[:, _SHARED] == memory.data_ptr(), _SHARED] = 0

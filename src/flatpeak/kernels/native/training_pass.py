@@ -21,7 +21,7 @@ from flatpeak.kernels.native.build import call, library, record
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Groups:
-    """Prompts of a packed row, each with its responses: segments of rows that attend to themselves and their prompt."""
+    """Prompts of a packed row, each with its responses. A segment of rows attends to itself and its prompt."""
 
     bounds: Tensor
     """int64 [groups + 1]: the first segment of each group, which is its prompt, and the number of segments."""
@@ -30,7 +30,7 @@ class Groups:
 
 
 def attention(states: Sequence[Tensor], groups: Groups, scale: float) -> Tensor:
-    """softmax(scale q k) v within the groups, [S, Hq, D], of q [S, Hq, D], k and v [S, Hkv, D]; 0 in rows of none."""
+    """softmax(scale q k) v within the groups, [S, Hq, D], of q [S, Hq, D], k and v [S, Hkv, D]; 0 in other rows."""
     output: Tensor = _PackedAttention.apply(*states, groups, scale)
     return output
 
@@ -86,7 +86,7 @@ def _described(states: Sequence[Tensor], groups: Groups, scale: float) -> Any:
 
 
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """w x / sqrt(mean(x^2) + epsilon) over the last dimension, a multiple of a vector."""
+    """w x / sqrt(mean(x^2) + epsilon) over the last dimension, a multiple of a vector's width."""
     output: Tensor = _RMSNorm.apply(states, weight, epsilon)
     return output
 
@@ -113,13 +113,13 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) up, of as many numbers as are a multiple of a vector."""
+    """silu(gate) up, for a number of elements that is a multiple of a vector's width."""
     output: Tensor = _Activation.apply(gate, up)
     return output
 
 
 def gelu(states: Tensor) -> Tensor:
-    """x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, of as many numbers likewise."""
+    """x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, for a number of elements that is a multiple of that width."""
     output: Tensor = _Activation.apply(states, None)
     return output
 

@@ -1,4 +1,4 @@
-"""Equality of two readings by rules for each pair of kinds: True, False, or None without a verdict."""
+"""Equality of two readings by rules, for each pair of kinds: True, False, or None without a verdict."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _INFINITIES: Final = (("-\\infty", operation("neg", _INFINITY)), ("\\infty", _IN
 
 
 def equal(gold: Reading, answer: Reading) -> Equality:
-    """Whether two answers are equal by the rules; OverLimitError where a value would cost too much."""
+    """Whether two answers are equal by the rules; OverLimitError if a value would cost too much."""
     if gold.kind == answer.kind and gold.text == answer.text and gold.label == answer.label:
         return True
     gold, answer = _without_names(gold, answer)
@@ -30,7 +30,7 @@ def equal(gold: Reading, answer: Reading) -> Equality:
 
 
 def _equal(gold: Reading, answer: Reading) -> Equality:
-    """The same for items of lists and sets, where a set of one is not its item."""
+    """The same for items of lists and sets, where a set with one item does not equal its item."""
     gold, answer = _without_names(gold, answer)
     if gold.kind == answer.kind and gold.text == answer.text and gold.label == answer.label:
         return True
@@ -43,7 +43,7 @@ def _equal(gold: Reading, answer: Reading) -> Equality:
 
 
 def _without_names(gold: Reading, answer: Reading) -> tuple[Reading, Reading]:
-    """Both readings without `x =` where the names are the same or one has none."""
+    """Both readings without `x =` if the names are equal or one of them is missing."""
     if gold.kind == answer.kind == "named":
         return (gold.items[0], answer.items[0]) if gold.label == answer.label else (gold, answer)
     if gold.kind == "named" and not _is_relation(answer):
@@ -59,7 +59,7 @@ def _is_relation(reading: Reading) -> bool:
 
 
 def _single(reading: Reading) -> Reading:
-    """The item of a set or list of one; other readings as they are."""
+    """The item of a set or list with one item; other readings unchanged."""
     if reading.kind in ("list", "set") and len(reading.items) == 1 and reading.items[0].kind not in ("list", "set"):
         return reading.items[0]
     return reading
@@ -81,7 +81,7 @@ def _in_order(gold: Reading, answer: Reading) -> Equality:
 
 
 def _tuple_and_names(gold: Reading, answer: Reading) -> Equality:
-    """Equality of `(3,5)` and `x=3, y=5`. A list without names has no order, and so is no tuple."""
+    """Equality of `(3,5)` and `x=3, y=5`. A list without names has no order, so it does not equal a tuple."""
     names = answer.items if answer.kind == "list" else gold.items
     if "()" not in (gold.label, answer.label) or len({item.label for item in names}) < len(names):
         return False
@@ -92,7 +92,7 @@ def _tuple_and_names(gold: Reading, answer: Reading) -> Equality:
 
 
 def _by_letter(names: Sequence[Reading]) -> Sequence[Reading]:
-    """The items in alphabetical order where that is customary for their letters: `y=5, x=3` is `(3,5)`."""
+    """The items in alphabetical order if that is customary for their letters: `y=5, x=3` is `(3,5)`."""
     letters = {item.label for item in names}
     customary = any(letters.issubset(order) for order in _COORDINATES)
     return sorted(names, key=lambda item: item.label) if customary else names
@@ -117,13 +117,15 @@ def _in_any_order(gold: Reading, answer: Reading) -> Equality:
 
 
 def _sets(gold: Reading, answer: Reading) -> Equality:
-    """Equality of sets, whose items count once however often they are written."""
+    """Equality of sets; repeated items count once."""
     return _all([*(_is_in(item, answer) for item in gold.items), *(_is_in(item, gold) for item in answer.items)])
 
 
 def _is_in(item: Reading, collection: Reading) -> Equality:
     verdicts = [_equal(item, other) for other in collection.items]
-    return True if True in verdicts else None if None in verdicts else False
+    if True in verdicts:
+        return True
+    return None if None in verdicts else False
 
 
 def _scalars(gold: Reading, answer: Reading) -> Equality:
@@ -142,7 +144,7 @@ def _scalars(gold: Reading, answer: Reading) -> Equality:
 
 
 def _named_points(gold: Reading, answer: Reading) -> bool | None:
-    """Equality of capitals in their order, as points, digits or words (`AB` is no product); None for anything else."""
+    """Equality of capitals in order, as points, digits or words (`AB` is not a product); None for anything else."""
     one, other = _POINTS.fullmatch(gold.text), _POINTS.fullmatch(answer.text)
     return None if one is None or other is None else one["points"] == other["points"]
 
@@ -155,12 +157,12 @@ def _same_unit(first: str, second: str) -> bool:
 
 
 def _fits_open_unit(power: str | None, other: str) -> bool:
-    """Whether `units` to a power may stand for another unit: any but angles and money."""
+    """Whether `units` to a power may stand for another unit: any except angles and money."""
     if other.startswith("deg") or other in _MONEY:
         return False
     second = _OPEN_UNIT.fullmatch(other)
     if power is None or (second is not None and second["power"] is None):
-        return True  # plain `units` are written for areas and volumes too
+        return True  # `units` without a power are also written for areas and volumes
     return _power(other) == power
 
 
@@ -170,7 +172,7 @@ def _power(unit: str) -> str:
 
 
 def _values(gold: Reading, answer: Reading) -> tuple[Expression, Expression]:
-    """Both expressions; a unit becomes a factor where it is a letter of the other, which has no unit: `3 s`, `3s`."""
+    """Both expressions; a unit becomes a factor if it is a letter of the other, which has no unit: `3 s`, `3s`."""
     values = [reading.expression or Expression(node=Node("symbol", name="?")) for reading in (gold, answer)]
     for index, reading in enumerate((gold, answer)):
         other = (answer, gold)[index]
@@ -189,8 +191,8 @@ def _values(gold: Reading, answer: Reading) -> tuple[Expression, Expression]:
 def _with_percent(gold: Reading, answer: Reading) -> Equality:
     """Equality with a percent sign on one side only: a missing unit (50% and 50), or hundredths (50% and 0.5).
 
-    Both are equal to a gold answer with the sign. To one without it, a whole number beyond 1 is equal as a missing unit
-    only (50 is not 5000%), and a number up to 1 as hundredths only (0.5 is not 0.5%).
+    Both equal a gold answer with the sign. If the gold answer has no sign, a whole number above 1 is equal only as a
+    missing unit (50 is not 5000%), and a number up to 1 only as hundredths (0.5 is not 0.5%).
     """
     percentage, bare = (gold, answer) if gold.percent else (answer, gold)
     if percentage.expression is None or bare.expression is None:
@@ -213,12 +215,12 @@ def _exact(expression: Expression) -> Fraction | None:
 
 
 def _bases(gold: Reading, answer: Reading) -> Equality:
-    # Digits without their base are another number: 42 is not 42 in base 7.
+    # Digits without their base are a different number: 42 is not 42 in base 7.
     return answer.kind == "based" and (gold.text, gold.label) == (answer.text, answer.label)
 
 
 def _ratios(gold: Reading, answer: Reading) -> Equality:
-    """Equality of ratios. Times of day are compared by digits; `6:10` is one only beside another possible time."""
+    """Equality of ratios. Times of day are compared by digits; `6:10` is a time only beside another possible time."""
     labels = {gold.label, answer.label}
     if labels in ({"clock"}, {"either"}):
         return _in_order(gold, answer)
@@ -240,7 +242,7 @@ def _quotient(ratio: Reading) -> Expression:
 
 
 def _equations(gold: Reading, answer: Reading) -> Equality:
-    """Equality up to a factor. An equation still to be solved does not equal a gold answer that is a number."""
+    """Equality up to a factor. An equation that is not solved does not equal a gold answer that is a number."""
     if gold.expression is None or answer.expression is None:
         return None
     for named in (gold, answer):
@@ -251,7 +253,7 @@ def _equations(gold: Reading, answer: Reading) -> Equality:
 
 
 def _unions(gold: Reading, answer: Reading) -> Equality:
-    """Equality member by member, or after merging; a single interval is a union of one."""
+    """Equality member by member, or after merging; a single interval is a union with one member."""
     members = [reading.items if reading.kind == "union" else (reading,) for reading in (gold, answer)]
     verdict = _in_any_order(*(Reading(kind="union", text="", items=each) for each in members))
     if verdict:

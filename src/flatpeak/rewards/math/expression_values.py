@@ -1,9 +1,9 @@
-r"""Values of expressions, exact where all steps are rational, else to 120 digits, and their comparison.
+r"""Values of expressions, exact if all steps are rational, else to 120 digits, and their comparison.
 
-Two expressions are compared as functions of their letters, at fixed points. They are unequal if they differ at one, and
-equal if they agree to 120 digits at all of them, negative and complex ones included, or differ only where one of the
-two is not real: `\sqrt{ab}` and `\sqrt{a}\sqrt{b}`. On all others (`\sqrt{x^2}` and `x` are equal for positive x only)
-the rules have no verdict.
+Two expressions are compared as functions of their letters, at fixed points. They are unequal if they differ at one
+point. They are equal if they agree to 120 digits at all points, including negative and complex ones, or differ only
+where one of them is not real: `\sqrt{ab}` and `\sqrt{a}\sqrt{b}`. In all other cases the rules have no verdict:
+`\sqrt{x^2}` and `x` are equal only for positive x.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from flatpeak.rewards.math.syntax_tree import (
 Symbols = Callable[[str], Any]
 
 PRECISE: Final = ContextVar("precise", default=True)
-"""Whether values may be computed to many digits. The cost has no bound: only for processes that can be killed."""
+"""Whether values may be computed to many digits. The cost has no bound, so only processes that can be killed do it."""
 POINTS: Final = 4
 _DIGITS: Final = (60, 120)
 _CONSTANTS: Final = frozenset({"e", "i", "pi"})
@@ -43,7 +43,7 @@ _MAX_SIGNED: Final = 4
 _MAGNITUDE: Final = 30
 """Powers of ten by which a summand may be smaller than its neighbour before a comparison loses its digits."""
 _SATURATED: Final = 30
-"""Argument beyond which the hyperbolic tangent differs from 1 by less than a comparison resolves."""
+"""Argument above which the hyperbolic tangent differs from 1 by less than a comparison can resolve."""
 _KEEPS_DIGITS: Final = frozenset({"number", "symbol", "mul", "div", "neg", "root", "abs", "degree"})
 """Operations that keep a small argument's digits."""
 _SATURATES: Final = frozenset({"tanh", "coth"})
@@ -53,7 +53,7 @@ _ValuePair = tuple[Any, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Expression:
-    """A tree and its values; their properties raise OverLimitError where computing them would cost too much."""
+    """A tree and its values; properties raise OverLimitError if computing them would cost too much."""
 
     node: Node
 
@@ -76,7 +76,7 @@ class Expression:
 
     @cached_property
     def exact(self) -> Fraction | None:
-        """The value, if all steps to it are rational; UndefinedError without a value."""
+        """The value, if all steps are rational; UndefinedError without a value."""
         try:
             value: Fraction = _evaluate(self.node, EXACT, lambda _: Fraction(0), _no_symbol)
         except InexactError:
@@ -85,7 +85,7 @@ class Expression:
 
     @cached_property
     def rough(self) -> tuple[complex | None, ...]:
-        """The value at each point in double precision; None where that is not enough."""
+        """The value at each point in double precision; None if that is not precise enough."""
         return tuple(self._at(point) for point in range(POINTS if self.letters else 1))
 
     def _at(self, point: int) -> complex | None:
@@ -100,11 +100,11 @@ class Expression:
         return value if cmath.isfinite(value) else None
 
     def precise(self, point: int, digits: int) -> Any:
-        """The value at a point as an mpmath number of so many digits; UndefinedError without a value."""
+        """The value at a point as an mpmath number with this many digits; UndefinedError without a value."""
         return self._precise(precise(), _mp_symbol(point), digits)
 
     def real(self, point: int, digits: int, negative: frozenset[str]) -> Any:
-        """The same with some letters negated; UndefinedError where a step is complex."""
+        """The same with some letters negated; UndefinedError if a step is complex."""
         return self._precise(_real(), _mp_symbol(point, negative), digits)
 
     def _precise(self, operations: Operations, symbol: Symbols, digits: int) -> Any:
@@ -120,7 +120,7 @@ class Expression:
 
 
 def same_value(first: Expression, second: Expression) -> bool | None:
-    """Whether two expressions are equal; None without a verdict. An undefined one equals nothing."""
+    """Whether two expressions are equal; None without a verdict. An undefined expression equals nothing."""
     try:
         if first.infinity or second.infinity:
             return first.infinity == second.infinity
@@ -140,7 +140,7 @@ def _same_by_digits(first: Expression, second: Expression, points: range) -> boo
         return False
     if len(set(agreed)) == 1:
         return agreed[0]
-    # They agree at the positive points and at the complex one.
+    # They agree at the positive points and at the complex point.
     positive = agreed[0] and agreed[1] and agreed[-1]
     return True if positive and _agree_where_real(first, second) else None
 
@@ -156,7 +156,7 @@ def _agree(first: Expression, second: Expression, point: int) -> bool | None:
     values = [(each.precise(point, coarse), each.precise(point, fine)) for each in (first, second)]
     with library.workdps(fine):
         small, shrunk = library.mpf(10) ** -90, library.mpf(10) ** -30
-        # A value that shrinks with the precision is a rounding error of 0.
+        # A value that shrinks with higher precision is a rounding error of 0.
         zeros = [abs(exact) < small and (not rough or abs(exact) <= abs(rough) * shrunk) for rough, exact in values]
         if any(zeros):
             return all(zeros)
@@ -167,7 +167,7 @@ def _agree(first: Expression, second: Expression, point: int) -> bool | None:
 
 
 def _agree_where_real(first: Expression, second: Expression) -> bool:
-    """Whether two that are real for positive letters agree for letters of all signs wherever both are real."""
+    """Whether two expressions that are real for positive letters agree for all signs at which both are real."""
     letters, digits = sorted(first.letters | second.letters), _DIGITS[0]
     if len(letters) > _MAX_SIGNED:
         return False
@@ -223,7 +223,7 @@ def _no_symbol(name: str) -> Any:
 
 
 def _coordinate(name: str, point: int) -> tuple[Fraction, Fraction]:
-    """(real, imaginary) value of a letter at a point: two are positive, one is negative, one complex."""
+    """(real, imaginary) value of a letter at a point: two points are positive, one is negative, one complex."""
     real = Fraction(zlib.crc32(f"{name}/{point}".encode()) % 9973 + 5000, 7919)
     if point == 2:
         real = -real
@@ -253,7 +253,7 @@ def _mp_symbol(point: int, negative: frozenset[str] = frozenset()) -> Symbols:
 
 
 def proportional(first: Expression, second: Expression) -> bool | None:
-    """Whether one is the other times a constant that is not 0, and so 0 where the other is; None if unknown."""
+    """Whether one is a nonzero constant times the other, so that both are 0 together; None if unknown."""
     if not first.letters or first.letters != second.letters:
         return False
     if not PRECISE.get():
@@ -273,9 +273,9 @@ def proportional(first: Expression, second: Expression) -> bool | None:
 
 
 def absorbs(node: Node) -> bool:
-    """Whether a number without letters is lost: added to one far larger, or mapped to 1 by a function.
+    """Whether a number without letters is lost: added to a far larger number, or mapped to 1 by a function.
 
-    Rounding errors of 0, which shrink with the precision, do not count.
+    Rounding errors of 0, which shrink with higher precision, do not count.
     """
     return _Absorption(lettered=not symbols_in(node) <= _CONSTANTS).occurs(node, inside=False)
 
@@ -287,7 +287,7 @@ class _Absorption:
         self._lettered = lettered
 
     def occurs(self, node: Node, *, inside: bool) -> bool:
-        """Whether it occurs in a node; `inside` an addition or a function a factor far from 1 counts too."""
+        """Whether it occurs in a node; `inside` an addition or a function, a factor far from 1 counts too."""
         if inside and self._lettered and _far_from_one(_values(node)):
             return True
         if node.kind == "add" and _far_apart(*map(_values, node.args)):

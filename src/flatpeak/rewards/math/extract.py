@@ -29,14 +29,14 @@ _MARK: Final = "####"
 
 
 def extract_answer(text: str, extraction: MathExtraction = "auto") -> str | None:
-    """The answer in a transcript, as it is written there, or None.
+    """The answer in a transcript, as written there, or None.
 
-    It is in the last box whose braces balance (`\\boxed{}`, `\\fbox{}`, `\\boxed 5`), with what changes it in print
-    (`-\\boxed{5}`) and with the boxes that a comma, `and` or `or` joins to it, or in the last complete `<answer>`
-    block, whichever comes later, after the thinking (no answer if that is not closed); a box in a block counts. With
-    `boxed`, blocks do not count. With `any`, a text without boxes and blocks, even begun ones, has its answer behind
-    the last `####` on that line, else is the answer as a whole, if it is short. With `r1_zero`, a text without
-    `</think> <answer>` has no answer, else it is in its last block. More than `MAX_BOXES` boxes are an OverLimitError.
+    It is in the last box with balanced braces (`\\boxed{}`, `\\fbox{}`, `\\boxed 5`), together with signs that change
+    it (`-\\boxed{5}`) and boxes joined to it by a comma, `and` or `or`; or in the last complete `<answer>` block. The
+    later of the two counts. It must be after the thinking, which must be closed; a box in a block counts. With `boxed`,
+    blocks do not count. With `any`, a text without boxes and blocks, complete or not, has its answer after the last
+    `####` on that line; otherwise the whole text is the answer, if it is short. With `r1_zero`, the answer is in the
+    last block of a text with `</think> <answer>`. More than `MAX_BOXES` boxes raise OverLimitError.
     """
     if extraction == "r1_zero":
         return block_answer(text) if "</think> <answer>" in text and "</answer>" in text else None
@@ -80,7 +80,7 @@ def _marked(text: str) -> str:
 
 def _last_box(text: str) -> tuple[int, str] | None:
     """(start, content) of the box that begins last; linear in the text."""
-    # Those whose braces do not balance count too.
+    # Boxes with unbalanced braces count too.
     if sum(1 for _ in islice(_BOX_BEGINS.finditer(text), MAX_BOXES + 1)) > MAX_BOXES:
         raise OverLimitError(f"more than {MAX_BOXES} boxes")
     boxes = find_boxes(text)
@@ -93,7 +93,7 @@ def _last_box(text: str) -> tuple[int, str] | None:
 
 
 def _joined(text: str, boxes: list[Box]) -> str:
-    """The answer in the last box, or the list of those that are joined to it; one value in several spellings is one."""
+    """The answer in the last box, or the list of boxes joined to it; several spellings of one value count as one."""
     answers = joined_answers(text, boxes)
     names = {answer.name for answer in answers if answer.name}
     if len(answers) == 1 or (len(names) < 2 and len({normalized(answer.text) for answer in answers}) == 1):

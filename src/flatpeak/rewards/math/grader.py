@@ -28,20 +28,20 @@ Pair = tuple[str, str]
 Outcome = bool | WorkerError
 """A verdict, or the error that prevented it."""
 SHORTEST: Final = 0.1
-"""Smallest time limit of a pair in seconds; most pairs need less than half of it."""
+"""Smallest time limit of a pair in seconds; most pairs need less than half of this."""
 MEMORY_BYTES: Final = 2**30
 MAX_CACHED: Final = 100_000
 MAX_CACHED_CHARACTERS: Final = 2 * MAX_CHARACTERS
-"""Longest answer and gold answer together whose verdict by the rules is cached; longer texts are read again."""
+"""The most characters of answer and gold together whose verdict by the rules is cached; longer texts are read again."""
 TRIVIAL_ANSWER: Final = "7"
-"""An answer without cost: a gold answer without a verdict on it cannot be graded against at all. (Not 0, which differs
-from a sum of positive terms without adding them.)"""
+"""An answer without cost: if it gets no verdict against a gold answer, no answer can be graded against that. (Not 0,
+which differs from a sum of positive terms without adding them.)"""
 RECURSION_LIMIT: Final = 1000
 DIGITS: Final = 40
 """Digits to which math-verify compares decimals; its default of 6 accepts approximations."""
 
-# The parser builds its tables, and SymPy its caches, as they are used: after these a worker's first verdict takes 5 to
-# 45 ms instead of 60 to 210 ms.
+# The parser builds its tables, and SymPy its caches, on first use: after these pairs, a worker's first verdict takes 5
+# to 45 ms instead of 60 to 210 ms.
 _WARM_UP: Final = (
     (r"\sum_{k=1}^{2} \frac{k}{2}+\sqrt{2}\cdot\sin(x)", r"\int_0^1 x^2 dx"),
     (r"\lim_{x\to0} x", "0"),
@@ -50,14 +50,14 @@ _WARM_UP: Final = (
 
 
 class UnscorableError(WorkerError):
-    """An answer that ran out of time, memory or the step's budget, against a gold answer that can be graded against."""
+    """An answer ran out of time, memory or the step's budget, although its gold answer can be graded against."""
 
 
 class MathGrader:
     """A grader of (text, gold) pairs; a context manager, because it may own worker processes.
 
-    A verdict is True, False, or None where the worker ran out of time or memory, or died. Verdicts are cached by
-    (answer, gold), failed ones too, so that a text costs its time limit once.
+    A verdict is True, False, or None if the worker ran out of time or memory, or died. Verdicts are cached by (answer,
+    gold), including failed ones, so that a text costs its time limit only once.
     """
 
     def __init__(self, *, extraction: MathExtraction = "auto", timeout: float = 2.0, workers: int = 2) -> None:
@@ -83,7 +83,7 @@ class MathGrader:
             pool.close()
 
     def grade(self, pairs: Iterable[tuple[str, str]], *, questions: Iterable[str] | None = None) -> list[bool | None]:
-        """A verdict for each (text, gold), in order. An empty gold is equal to an empty answer only.
+        """A verdict for each (text, gold), in order. An empty gold answer equals only an empty answer.
 
         With the `questions` of the pairs, answers that `is_evaluated` refuses are wrong.
         """
@@ -93,9 +93,9 @@ class MathGrader:
         return [None if isinstance(outcome, WorkerError) else outcome for outcome in self.compare(answers)]
 
     def compare(self, pairs: Iterable[tuple[str | None, str]], *, budget: GradingBudget | None = None) -> list[Outcome]:
-        """Outcomes of (extracted answer or None, gold) pairs, in order; a failed one is the error.
+        """Outcomes of (extracted answer or None, gold) pairs, in order; the outcome of a failed pair is its error.
 
-        It is an UnscorableError where the answer is to blame. Pairs beyond the budget have run out of time.
+        It is an UnscorableError if the answer is to blame. Pairs beyond the budget have run out of time.
         """
         pending: dict[Pair, Future[Outcome] | None] = {}
         decided: list[tuple[Pair, Outcome | None]] = []
@@ -119,9 +119,9 @@ class MathGrader:
     def _worker_outcomes(
         self, pending: Mapping[Pair, Future[Outcome] | None], budget: GradingBudget | None
     ) -> dict[Pair, Outcome]:
-        """Outcomes of pairs for the workers, which are submitted already where there is no budget.
+        """Outcomes of pairs for the workers; without a budget, the pairs are already submitted.
 
-        All but those beyond the budget are cached.
+        All outcomes are cached, except those beyond the budget.
         """
         if budget is None:
             outcomes = {pair: outcome_of(future) for pair, future in pending.items() if future is not None}
@@ -129,7 +129,7 @@ class MathGrader:
             if pending:
                 with budget.charged():
                     self._workers().ready()
-            # Texts that the rules can read are quick. Others may take any time, short ones rarely much.
+            # Texts that the rules can read are quick. Others may take any time; short ones rarely take much.
             pairs = sorted(pending, key=lambda pair: (_is_unread(*pair), len(pair[0])))
             outcomes = grade_within(budget, pairs, self._submit, limit=self._timeout, workers=self._num_workers)
         for pair, outcome in outcomes.items():
@@ -137,7 +137,7 @@ class MathGrader:
         return {pair: outcomes.get(pair, NOT_CALLED) for pair in pending}
 
     def _with_blame(self, outcome: Outcome, gold: str, budget: GradingBudget | None) -> Outcome:
-        """The outcome, or UnscorableError where the answer, and not the gold answer, exceeded a limit."""
+        """The outcome, or UnscorableError if the answer, and not the gold answer, exceeded a limit."""
         if not isinstance(outcome, WorkerError) or not hit_limit(outcome) or not self._gradable(gold, budget):
             return outcome
         return UnscorableError(outcome.reason, str(outcome))
@@ -152,7 +152,7 @@ class MathGrader:
         return not isinstance(outcome, WorkerError)
 
     def _fast_outcome(self, answer: str, gold: str) -> Outcome | None:
-        """The outcome by the cache or the rules; None for a pair for the workers."""
+        """The outcome from the cache or the rules; None for a pair that needs a worker."""
         cached = self._cache.get((answer, gold))
         if cached is not None:
             return cached
@@ -181,14 +181,14 @@ class MathGrader:
 
 
 def score_of(outcome: Outcome) -> Score:
-    """The score of an outcome: 0 for an answer that exceeded a limit, missing where the answer is not to blame."""
+    """The score of an outcome: 0 for an answer that exceeded a limit; missing if the answer is not to blame."""
     if isinstance(outcome, UnscorableError):
         return 0.0
     return None if isinstance(outcome, WorkerError) else float(outcome)
 
 
 def extract_or_none(text: str, extraction: MathExtraction) -> str | None:
-    """The answer of `extract_answer`, None for a text with too many boxes."""
+    """The answer of `extract_answer`; None for a text with too many boxes."""
     try:
         return extract_answer(text, extraction)
     except OverLimitError:
@@ -203,7 +203,7 @@ def _rule_outcome(answer: str, gold: str) -> Outcome | None:
     try:
         verdict = rule_verdict(answer, gold, precise=False)
         if verdict is None and "unread" in (read_answer(answer)[1].kind, read_answer(gold)[1].kind):
-            # More digits would not help, so no worker is needed.
+            # More digits would not help, so a worker is not needed.
             return None if suits_math_verify(answer, gold) else False
         return verdict
     except OverLimitError as error:
@@ -222,9 +222,9 @@ def grade_within(
 ) -> dict[Pair, Outcome]:
     """Outcomes of as many pairs as the budget allows; `submit` takes a pair and its limit in seconds.
 
-    A budget below the whole limit of every pair is halved. The first half goes to all pairs in equal shares, in their
-    order, so that the quick ones get verdicts, however many slow ones there are. The others follow with the whole
-    limit, as far as the second half lasts.
+    A budget below the whole limit of every pair is halved. The first half is divided equally among all pairs, in order,
+    so that quick pairs get verdicts for any number of slow ones. The second half gives the remaining pairs their whole
+    limit, as long as it lasts.
     """
     outcomes: dict[Pair, Outcome] = {}
     if budget.left * workers < limit * len(pairs):
@@ -247,14 +247,14 @@ def outcome_of(future: Future[Outcome]) -> Outcome:
     try:
         return future.result()
     except WorkerError as error:
-        # It is cached, and its traceback would keep the callers' variables alive, a step's tensors included.
+        # It is cached, and its traceback would keep the callers' variables alive, including a step's tensors.
         return error.with_traceback(None)
 
 
 def _wait_within(
     budget: GradingBudget, pairs: Sequence[Pair], submit: Callable[[Pair, float], Future[Outcome]], *, limit: float
 ) -> dict[Pair, Outcome]:
-    """Outcomes until the budget is spent; calls that run then end by their own limit, without a wait for them."""
+    """Outcomes until the budget is spent; calls still running then end by their own limit, without waiting for them."""
     outcomes: dict[Pair, Outcome] = {}
     waiting = {} if budget.spent else {submit(pair, limit): pair for pair in pairs}
     while waiting and not budget.spent:
@@ -273,7 +273,7 @@ def _wait_within(
 class Symbolic:
     """A function of (answer, gold): equality by the rules with all their digits, else by math-verify.
 
-    Unpickling it loads math-verify: a worker does that once, before the clock of its first call runs.
+    Unpickling it loads math-verify: a worker does that once, before the clock of its first call starts.
     """
 
     def __reduce__(self) -> tuple[object, tuple[()]]:
@@ -291,16 +291,16 @@ class Symbolic:
 
 
 def verify(answer: str, gold: str) -> bool:
-    """math-verify's verdict on two cleaned texts, by their values only, without text that it merely copies.
+    """math-verify's verdict on two cleaned texts, by their values only, ignoring text that it merely copies.
 
-    Texts that it cannot read or compare are unequal. MemoryError and RecursionError, which it would call unequal too,
-    are passed on as failures.
+    Texts that it cannot read or compare are unequal. MemoryError and RecursionError, which it would also call unequal,
+    are raised as failures.
     """
     try:
         return _verified(answer, gold)
     except (MemoryError, RecursionError):
         raise
-    except Exception:  # of the parser and of SymPy, about any text
+    except Exception:  # the parser and SymPy may raise anything, about any text
         return False
 
 
@@ -311,7 +311,7 @@ def _verified(answer: str, gold: str) -> bool:
     config = (LatexExtractionConfig(boxed_match_priority=0),)
     values = []
     for text in (gold, answer):
-        # Its own time limits would take the worker's alarm signal away.
+        # Its own time limits would replace the worker's alarm signal.
         parsed = parse(rf"\boxed{{{text}}}", extraction_config=config, parsing_timeout=None, raise_on_error=True)
         read_values = [value for value in parsed if not isinstance(value, str)]
         if not read_values:

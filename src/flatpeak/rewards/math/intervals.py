@@ -30,7 +30,7 @@ Kind = Literal[
     "text",
     "unread",
 ]
-"""The kind of an answer. scalar: one expression, maybe with a unit. based: digits in a base. ratio: 3:5. ordered: a
+"""The kind of an answer. scalar: one expression, possibly with a unit. based: digits in a base. ratio: 3:5. ordered: a
 tuple or interval with its brackets. list: items in any order, without brackets. set: the same in braces. union:
 intervals and sets. named: x = something. text: words. unread: unknown to the rules."""
 
@@ -42,7 +42,7 @@ _WORD: Final = re.compile(r"[^\W\d_]{3,}|\.\.\.|[\"'#@?`]|__")
 _NO_SUBSTANCE: Final = re.compile(r"[\s{}$.~]")
 _OPENING, _CLOSING = "([{", ")]}"
 _MARGIN: Final = 1e-9
-"""Relative distance below which ends that are not rational have no order."""
+"""Relative distance below which the order of irrational ends is undecided."""
 _BRACKETS: Final = ("()", "[]", "(]", "[)")
 
 
@@ -64,14 +64,14 @@ class Reading:
 
 
 def unnamed(reading: Reading) -> Reading:
-    """The reading without the names before it: of `x = 5` that of 5."""
+    """The reading without names in front: for `x = 5` the reading of 5."""
     while reading.kind == "named":
         reading = reading.items[0]
     return reading
 
 
 def plain(text: str) -> str:
-    """A text without `\\text`, spaces, dots and case, the same for two spellings of the same words."""
+    """A text without `\\text`, spaces, dots and case, equal for two spellings of the same words."""
     bare = _NO_SUBSTANCE.sub("", _TEXT.sub(r"\1", text)).casefold()
     while len(bare) > 2 and bare.startswith("(") and bare.endswith(")") and "(" not in bare[1:-1]:
         bare = bare[1:-1]
@@ -110,7 +110,7 @@ def split(text: str, separator: re.Pattern[str]) -> list[tuple[str, str]]:
 
 
 def enclosed(text: str) -> tuple[str, str] | None:
-    """(brackets, inside) of a text that one pair of brackets encloses as a whole, of one kind or two: `(]`."""
+    """(brackets, inside) of a text that is enclosed by one pair of brackets, of one kind or two: `(]`."""
     start = 2 if text.startswith(r"\{") else 1
     end = 2 if text.endswith(r"\}") else 1
     if len(text) < start + end or text[start - 1] not in _OPENING or text[-1] not in _CLOSING:
@@ -124,14 +124,14 @@ def enclosed(text: str) -> tuple[str, str] | None:
 
 
 class _UnorderedError(Exception):
-    """Two ends that are too close, or no real numbers."""
+    """Two ends are too close, or are not real numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class _End:
     reading: Reading
     value: Fraction | float
-    """The value, exact where it is rational; infinite for an infinite end."""
+    """The value, exact if it is rational; infinite for an infinite end."""
     closed: bool
 
 
@@ -142,7 +142,7 @@ class _Interval:
 
 
 def merged(readings: Iterable[Reading]) -> tuple[Reading, ...] | None:
-    """The union of intervals and sets as disjoint intervals in order; None where their order is unknown."""
+    """The union of intervals and sets as disjoint intervals in order; None if their order is unknown."""
     try:
         intervals = sorted(_intervals(readings), key=cmp_to_key(_by_low))
         joined: list[_Interval] = []
@@ -160,7 +160,7 @@ def merged(readings: Iterable[Reading]) -> tuple[Reading, ...] | None:
 
 
 def intersection(readings: Sequence[Reading]) -> Reading | None:
-    """The intersection of intervals; None where it is empty or unknown."""
+    """The intersection of intervals; None if it is empty or unknown."""
     try:
         intervals = _intervals(readings)
         low, high = intervals[0].low, intervals[0].high
@@ -178,7 +178,7 @@ def intersection(readings: Sequence[Reading]) -> Reading | None:
 
 
 def _outer(first: _End, second: _End, *, sign: int, prefer_closed: bool = True) -> _End:
-    """The larger end for sign 1, the smaller for -1; of two equal ends the closed or the open one."""
+    """The larger end for sign 1, the smaller for -1; of two equal ends, the closed or the open one."""
     order = _compare(first, second) * sign
     if order == 0:
         return first if first.closed == prefer_closed else second

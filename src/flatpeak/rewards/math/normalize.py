@@ -11,7 +11,7 @@ from flatpeak.rewards.math.syntax_tree import MAX_CHARACTERS, MAX_DEPTH, MAX_RAW
 from flatpeak.rewards.math.units import ABBREVIATIONS
 
 ROW_END: Final = "\ue000"
-"""The end of a row, in a private-use character that no answer contains."""
+"""The end of a row, as a private-use character that no answer contains."""
 
 _ENVIRONMENT: Final = re.compile(
     r"^(?:\\\{\s*)?\\begin\s*\{\s*(?P<name>aligned|align|gathered|gather|split|equation|d?cases|rcases|array)(?P<star>\*?)\s*\}"
@@ -29,7 +29,7 @@ _ALIGNMENT: Final = ((re.compile(rf"\s*&\s*(?={_SIGN})"), " "), (re.compile(rf"(
 FUNCTIONS: Final = (
     "arcsinh|arccosh|arctanh|arcsin|arccos|arctan|sinh|cosh|tanh|coth|sech|csch|sin|cos|tan|cot|sec|csc|log|ln|lg|exp"
 )
-"""Function names that are read with and without a backslash."""
+"""Function names that are read with or without a backslash."""
 
 _CHARACTERS: Final = {
     ord(character): spelled
@@ -91,19 +91,19 @@ def _operator_name(match: re.Match[str]) -> str:
 
 
 def _wide_space(match: re.Match[str]) -> str:
-    """A space; between digits, which are two numbers then, a command that is no part of any."""
+    """A space; between digits, which are then two numbers, a command that belongs to neither."""
     before, after = match.string[: match.start()].rstrip(), match.string[match.end() :].lstrip()
     return r"\quad " if before[-1:].isdigit() and after[:1].isdigit() else " "
 
 
 def _colored(match: re.Match[str]) -> str:
-    """A color command removed at the begin of a term, kept after a factor, which its braces would multiply."""
+    """Remove a color command at the beginning of a term; keep it after a factor, which its braces would multiply."""
     before = match.string[: match.start()].rstrip()
     return match[0] if before[-1:].isalnum() or before[-1:] in ("}", ")") else ""
 
 
 def _repeating(match: re.Match[str]) -> str:
-    r"""`0.1666...` as `0.1\overline{6}`: a period of one or two digits is shown three times, a longer one twice."""
+    r"""`0.1666...` as `0.1\overline{6}`: a period of one or two digits is shown three times, a longer period twice."""
     whole, digits = match.groups()
     for length in range(1, len(digits) // 2 + 1):
         period, times = digits[-length:], 1
@@ -115,11 +115,11 @@ def _repeating(match: re.Match[str]) -> str:
 
 
 _LATEX_RULES: Final = _rules(
-    # Two backslashes end a row of a matrix; elsewhere they are one, escaped twice.
+    # Two backslashes end a row of a matrix; elsewhere they are one backslash, escaped twice.
     (r"(?s)^(?!.*\\begin).*$", lambda match: match[0].replace("\\\\", "\\")),
     (r"\\\\(?:\[[^\[\]]*\])?|\\cr(?![A-Za-z])", ROW_END),
     (r"\\[()]|(?<!\\)\\$", " "),
-    # A comma without space after it, as `\\!` and braces set it, separates thousands and not items.
+    # A comma without a space after it, as set by `\\!` and braces, separates thousands instead of items.
     (r"(?<=\d)\s*(?:,\s*\\!|\\!\s*,(?:\s*\\!)?|\{\s*,\s*\}(?:\\!)?)\s*(?=\d{3}(?!\d))", ""),
     (r"(?<=\d)\s*\{:\}\s*(?=\d)", ":"),
     (r"\\!|\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|hfill|noindent)(?![A-Za-z])", ""),
@@ -169,7 +169,7 @@ _LATEX_RULES: Final = _rules(
     (r"\\begin\s*\{\s*array\s*\}\s*\{[^{}]*\}", r"\\begin{array}"),
     (r"[(\[]\s*\\begin\{array\}([^()\[\]]*)\\end\s*\{\s*array\s*\}\s*[)\]]", r"\\begin{pmatrix}\1\\end{pmatrix}"),
     (r"(?<!\\)\$(\^[^$]*)\$", r"\1"),
-    # Around a part of the text, as in $5$ cm, and not $5 and $10, where the second closes nothing.
+    # Dollar signs around a part of the text, as in $5$ cm, but not in $5 and $10, where the second closes nothing.
     (r"(?<![\\\w$])\$([^\s$](?:[^$]*[^\s$\\])?)\$(?![\d$])", r"\1"),
     (r"(?<=[\d,}+])\s*\.{3,}", r"\\ldots "),
     (r"(?<![\d.])(\d+)\.(\d{3,60})\s*\\[lc]?dots(?![A-Za-z])", _repeating),
@@ -181,7 +181,7 @@ _LATEX_RULES: Final = _rules(
     ),
     (rf"(?<![\\A-Za-z])({FUNCTIONS}|sqrt|pi|infty)(?![A-Za-z])", r"\\\1 "),
     (r"(?<![\\A-Za-z])(?:infinity|inf)(?![A-Za-z])", r"\\infty "),
-    # Last, because the rules before leave spaces.
+    # Last, because earlier rules leave spaces.
     (r"\s+", " "),
     (r"(?<=\()\s+|\s+(?=\))|(?<=\{)\s+(?!\w*\})|\s+(?=\})", ""),
 )
@@ -201,7 +201,7 @@ _DELIMITERS: Final = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), 
 def clean(text: str, *, join_thousands: bool = True) -> str:
     """The text in one spelling; OverLimitError beyond `MAX_CHARACTERS` characters or a nesting of `MAX_DEPTH`.
 
-    With `join_thousands`, `81,256` is one number; without, it is two, but `81,056` is still one.
+    With `join_thousands`, `81,256` is one number; without it, two numbers, but `81,056` is still one.
     """
     if len(text) > MAX_RAW_CHARACTERS:
         raise OverLimitError(f"{len(text)} characters")
@@ -271,7 +271,7 @@ def _vulgar_fraction(match: re.Match[str]) -> str:
 
 def _mixed(match: re.Match[str]) -> str:
     whole, numerator, denominator = match.groups()
-    # 3 4/2 is no mixed number, and no product either.
+    # 3 4/2 is neither a mixed number nor a product.
     return rf"{whole}\frac{{{numerator}}}{{{denominator}}}" if 0 < int(numerator) < int(denominator) else match[0]
 
 
@@ -293,7 +293,7 @@ def _undelimited(text: str) -> str:
 
 
 def _joined_thousands(text: str, *, everywhere: bool) -> str:
-    # In round, square and set brackets commas separate items, unless what follows cannot begin one: (1,234) has two.
+    # In round, square and set brackets, commas separate items unless the rest cannot begin an item: (1,234) has two.
     def joined(match: re.Match[str]) -> str:
         before = text[: match.start()]
         inside = sum(before.count(opening) for opening in ("(", "[", r"\{"))
@@ -307,13 +307,13 @@ def _joined_thousands(text: str, *, everywhere: bool) -> str:
 def without_environment(text: str) -> str:
     r"""The lines of an environment that is the whole text, in one line: `x = 1, y = 2`, `x = 2+3 = 5`.
 
-    Alignment marks count only beside a relation: `5 & x>0` in `cases` is a value with a condition, and in `array` a
-    row of two cells. Such texts, and columns of an `array` without relations, stay as they are.
+    Alignment marks are removed only beside a relation: `5 & x>0` in `cases` is a value with a condition, and in `array`
+    a row of two cells. Such texts, and columns of an `array` without relations, stay unchanged.
     """
     match = _ENVIRONMENT.match(text)
     if match is None:
         return text
-    if r"\begin" in match["body"]:  # a matrix, whose rows are not this one's
+    if r"\begin" in match["body"]:  # a matrix, whose rows are not rows of this environment
         around = _INNER_ENVIRONMENT.sub("", match["body"])
         return text if re.search(rf"[&{ROW_END}]|\\begin|\\end", around) else match["body"].strip()
     rows = []
@@ -329,5 +329,6 @@ def without_environment(text: str) -> str:
         return text
     joined = rows[0]
     for row in rows[1:]:
-        joined += f" {row}" if _GOES_ON.match(row) else f", {row}"
+        separator = " " if _GOES_ON.match(row) else ", "
+        joined += separator + row
     return joined

@@ -1,6 +1,6 @@
 """A reader for mathematical expressions in LaTeX and in plain text: text in, tree out, without evaluation.
 
-It reads numbers, letters, + - * / ^, fractions, roots, functions, factorials and binomials, and refuses everything
+It reads numbers, letters, + - * / ^, fractions, roots, functions, factorials and binomials, and rejects everything
 else, so that a tree stands for a whole text and never for a fragment of it.
 """
 
@@ -32,7 +32,7 @@ _FACTOR_BEGINS: Final = re.compile(
     r"[A-Za-z(\[{|]|\\(?!cdot|times|pm|mp|cup|cap|in\b|le\b|ge\b|ne\b|\}|rfloor|rceil)[A-Za-z]|\d|\.\d"
 )
 _INTEGER: Final = re.compile(r"\d+")
-# Braces print nothing, so what is behind them counts.
+# Braces print nothing, so the text after them counts.
 _PRINTS_DIGIT: Final = re.compile(r"[\s{]*[.\d]")
 _PRINTS_BRACKET: Final = re.compile(r"[\s{]*[(\[]")
 _SUBSCRIPT: Final = re.compile(r"_(?:\{([A-Za-z0-9, +\-]{1,16})\}|([A-Za-z0-9]))")
@@ -137,7 +137,7 @@ class _Reader:
         self._at += 1
         exponent = self._nested(self._exponent)
         if node.name in _FUNCTION_LETTERS and exponent == _MINUS_ONE and self.rest().startswith("("):
-            return Node("symbol", name=f"{node.name}^-1")  # the inverse function, and not 1/f(x)
+            return Node("symbol", name=f"{node.name}^-1")  # the inverse function instead of 1/f(x)
         return self._postfix(operation("pow", node, exponent))
 
     def _exponent(self) -> Node:
@@ -156,12 +156,12 @@ class _Reader:
             elif self.rest().startswith("!"):
                 self._at += 1
                 node = operation("factorial", node)
-                self._deeper()  # not undone: factorials of factorials
+                self._deeper()  # never undone, for factorials of factorials
             else:
                 return node
 
     def _argument(self, *, whole_number: bool) -> Node:
-        """The argument of a command: a group, or the next atom; of digits only the first, unless `whole_number`."""
+        """The argument of a command: a group, or the next atom; only its first digit, unless `whole_number`."""
         rest = self.rest()
         if rest[:1] in ("{", "("):
             return self._nested(self._group)

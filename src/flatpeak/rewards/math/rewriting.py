@@ -1,8 +1,8 @@
 r"""A check that an answer rewrites a formula of the question as far as its gold answer does.
 
-Where a formula of the question has the value of the gold answer, the question asks for another form of it: solved for a
-letter, in factors, expanded, or with reduced radicals. An answer halfway to that form is unfinished. Other questions do
-not hand out the value, so that any form of it is a result: a line through two points is right in any form.
+If a formula of the question has the value of the gold answer, the question asks for another form of it: solved for a
+letter, factored, expanded, or with reduced radicals. An answer halfway to that form is unfinished. Other questions do
+not reveal the value, so any form of it is a result: a line through two points is right in any form.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flatpeak.rewards.math.syntax_tree import (
 
 _CONSTANTS: Final = frozenset({"e", "i", "pi", "infty"})
 _MAX_POWER: Final = 9
-"""The highest power that is counted as so many factors."""
+"""The highest exponent for which a power counts as that many factors."""
 
 
 def is_rewritten_halfway(answer: str, gold: str, formulas: Iterable[str]) -> bool:
@@ -35,7 +35,7 @@ def is_rewritten_halfway(answer: str, gold: str, formulas: Iterable[str]) -> boo
 
 
 def sides(difference: Node) -> tuple[Node, Node]:
-    """The sides of an equation, from its left minus its right side."""
+    """The sides of an equation, given as left minus right side."""
     left, right = difference.args
     return left, right.args[0]
 
@@ -46,7 +46,7 @@ def _is_another_form(formula: str, gold: str) -> bool:
         if first.expression is None or second.expression is None or first.kind not in ("scalar", "equation"):
             return False
         same_form = canonical_form(first.expression.node) == canonical_form(second.expression.node)
-        # Of irrational values double precision decides here, which the rules leave open.
+        # For irrational values, which the rules leave open, double precision decides.
         return not same_form and rule_verdict(formula, gold, precise=False) is not False
     except OverLimitError:
         return False
@@ -71,7 +71,7 @@ def _lacks_form(answered: Reading, reference: Reading) -> bool:
 
 
 def has_letters(node: Node) -> bool:
-    """Whether an expression has variables, which the constants are not."""
+    """Whether an expression has variables; constants do not count."""
     return not symbols_in(node) <= _CONSTANTS
 
 
@@ -86,7 +86,7 @@ def _is_less_worked(written: Node, wanted: Node) -> bool:
 
 
 def _factors(node: Node) -> list[Node]:
-    """The factors with letters in the numerator; those of a power as often as its exponent says."""
+    """The factors with letters in the numerator; a power's base is repeated as often as its exponent says."""
     factors = []
     for factor, side in factors_of(node):
         times = 1
@@ -98,7 +98,7 @@ def _factors(node: Node) -> list[Node]:
 
 
 def _has_product_of_sum(node: Node) -> bool:
-    """Whether a term of a sum is a product of a sum with letters and something else."""
+    """Whether a term of a sum is the product of a sum with letters and something else."""
     factors = _factors(node)
     terms = [term for _, term in signed_terms(factors[0] if len(factors) == 1 else node)]
     return len(terms) > 1 and any(_is_product_of_sum(_factors(term)) for term in terms)
@@ -109,7 +109,7 @@ def _is_product_of_sum(factors: list[Node]) -> bool:
 
 
 def _radicals(node: Node) -> set[tuple[str, int]]:
-    """The (radicand, degree) of each root without letters, also where a power stands for it."""
+    """The (radicand, degree) of each root without letters, also if it is written as a power."""
     radicals = set()
     for each in walk(node):
         if each.kind == "root" and not has_letters(each.args[0]):
@@ -120,7 +120,7 @@ def _radicals(node: Node) -> set[tuple[str, int]]:
 
 
 def _degree(exponent: Node) -> int:
-    """The denominator of an exponent that is a number; 1 for any other."""
+    """The denominator of an exponent that is a number; 1 for other exponents."""
     while exponent.kind == "neg":
         exponent = exponent.args[0]
     if exponent.kind == "div":

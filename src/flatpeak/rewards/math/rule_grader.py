@@ -69,9 +69,9 @@ _RELATIONS: Final = frozenset({"equation", "inequality"})
 def rule_verdict(answer: str, gold: str, *, precise: bool = True) -> bool | None:
     """The verdict of the rules on an extracted answer and a gold answer; None without a verdict.
 
-    An answer beyond a limit is False, as no gold answer is; a gold answer beyond one is an OverLimitError. Without
-    `precise`, values are compared as fractions and in double precision only, which is always fast, and equal irrational
-    ones have no verdict.
+    An answer beyond a limit is False, because no gold answer is beyond it; a gold answer beyond a limit is an
+    OverLimitError. Without `precise`, values are compared only as fractions and in double precision, which is always
+    fast, and equal irrational values have no verdict.
     """
     if not answer.strip() or not gold.strip() or answer.strip() == gold.strip():
         return answer.strip() == gold.strip()
@@ -88,9 +88,9 @@ def rule_verdict(answer: str, gold: str, *, precise: bool = True) -> bool | None
 def suits_math_verify(answer: str, gold: str) -> bool:
     """Whether math-verify compares a pair that the rules cannot decide.
 
-    It reads as much of a text as it understands, a 5 of `5\\ldots` and of `5\\text{ of } 6`. It is therefore given only
-    texts without words or dots, whose braces balance; texts that the rules cannot read also need an operator for which
-    it is reliable.
+    math-verify reads as much of a text as it understands, such as the 5 of `5\\ldots` and of `5\\text{ of } 6`. So it
+    gets only texts without words or dots and with balanced braces; texts that the rules cannot read must also have an
+    operator for which it is reliable.
     """
     (answer_text, answer_reading), (gold_text, gold_reading) = read_answer(answer), read_answer(gold)
     if any(_PROSE.search(text) or has_words(text) or not _balanced(text) for text in (answer_text, gold_text)):
@@ -111,8 +111,8 @@ def read_answer(text: str, *, join_thousands: bool = True) -> tuple[str, Reading
 def read_number(text: str) -> Fraction | None:
     """The number that a whole text is, or None: `18`, `x = 18`, `18 red apples`, `\\frac{36}{2}`, `5 million`.
 
-    Units and percent signs are dropped, magnitudes count, and unevaluated arithmetic is no number. In an equation with
-    words (`3 eggs + 15 eggs = 18`) the side behind the last `=` counts.
+    Units and percent signs are dropped, magnitudes count, and unevaluated arithmetic is not a number. In an equation
+    with words (`3 eggs + 15 eggs = 18`), the side after the last `=` counts.
     """
     reading = _reading_or_none(text)
     if reading is None or reading.kind in ("unread", "text", "equation"):
@@ -168,7 +168,7 @@ def _rules(answer: str, gold: str) -> bool | None:
 
 
 def _as_lists(gold: str, answer: str) -> bool | None:
-    """The verdict with `81,256` as two numbers, beside a list: with several commas, or spaces after them."""
+    """The verdict with `81,256` as two numbers, if the other is a list with several commas, or spaces after them."""
     readings = [[read_answer(text)[1], read_answer(text, join_thousands=False)[1]] for text in (gold, answer)]
     if "list" not in (readings[0][0].kind, readings[1][0].kind):
         return False
@@ -180,7 +180,7 @@ def _unread(reading: Reading) -> bool:
 
 
 def gold_letter(text: str) -> str | None:
-    """The letter of a cleaned gold answer that is one: `B`, `(B)`, `\\text{(B)}`."""
+    """The letter of a cleaned gold answer that is a letter: `B`, `(B)`, `\\text{(B)}`."""
     match = _GOLD_LETTER.fullmatch(_without_text_commands(text))
     return None if match is None else match[1]
 
@@ -188,7 +188,7 @@ def gold_letter(text: str) -> str | None:
 def chosen_letter(text: str) -> str | None:
     """The letter that a cleaned answer names, alone or before the option's text; None if it names none or another.
 
-    A bare letter is left to the rules: it may be a variable.
+    A letter without parentheses or text is left to the rules: it may be a variable.
     """
     match = _CHOSEN.fullmatch(_without_text_commands(text))
     if match is None:
@@ -221,7 +221,7 @@ def bare_answer(text: str) -> str:
 
 
 def _denies(reason: str, body: str) -> bool:
-    r"""Whether a reason gives another answer than it is for: `5 since 6 is the answer`, `x = 5 since x \ne 5`."""
+    r"""Whether a reason contradicts its answer: `5 since 6 is the answer`, `x = 5 since x \ne 5`."""
     words = _without_text_commands(_without_group_end(reason))
     numbers = set(_NUMERAL.findall(words)) - set(_NUMERAL.findall(body))
     if _ANOTHER_ANSWER.search(words) or any(
@@ -265,7 +265,7 @@ def _contradict(first: Reading, second: Reading) -> bool:
 
 
 def _is_numeral(node: Node) -> bool:
-    """Whether a node is digits, a fraction, a mixed number or scientific notation, with its sign."""
+    """Whether a node is digits, a fraction, a mixed number or scientific notation, possibly with a sign."""
     match node.kind:
         case "number":
             return True

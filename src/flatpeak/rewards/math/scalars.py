@@ -86,7 +86,7 @@ _DESCENDING: Final = tuple(
         *("mi yd ft in", "km m cm mm", "t kg g mg", "lb oz", "gal quart pint cup", "l ml", "usd cent"),
     )
 )
-"""Units in which one quantity is given by several numbers, the largest first."""
+"""Units in which several numbers give one quantity, the largest first."""
 _TEXT: Final = re.compile(TEXT_GROUP)
 _CHINESE: Final = re.compile(r"[\u4e00-\u9fff]")
 _VOWELS: Final = frozenset("aeiouy")
@@ -94,7 +94,7 @@ _COUNTING_LETTERS: Final = frozenset("abcdxyz")
 
 
 def read_scalar(text: str) -> Reading | None:
-    """A scalar, a ratio, a time of day or a number in a base; None where the text is none of them."""
+    """A scalar, a ratio, a time of day or a number in a base; None if the text is none of these."""
     for reader in (_based, _clock, _ratio, _measured):
         reading = reader(text)
         if reading is not None:
@@ -148,7 +148,7 @@ def read_number_words(text: str) -> Reading | None:
 
 
 def read_parts(text: str) -> Reading | None:
-    """A quantity in several units as words in one spelling, `2 hrs and 30 mins` as `2h30min`; `7 out of 10` as 7/10."""
+    """A quantity in several units, in one spelling, `2 hrs and 30 mins` as `2h30min`; `7 out of 10` as 7/10."""
     words = _TEXT.sub(r" \1 ", text).strip()
     if match := _OUT_OF.fullmatch(words):
         return scalar(text, parse_expression(rf"\frac{{{match[1]}}}{{{match[2]}}}"))
@@ -226,7 +226,7 @@ def _word_splits(text: str) -> list[tuple[str, str, str]]:
 
 
 def _are_unit_words(words: list[str], *, gap: bool) -> bool:
-    """Whether bare letters are the words of a unit, and not a product of variables."""
+    """Whether bare letters are the words of a unit instead of a product of variables."""
     if len(words) == 1 and words[0] in SINGLE_LETTERS:
         return gap
     return all(_is_unit_word(word.strip("."), gap=gap) for word in words if word)
@@ -245,7 +245,7 @@ def _is_unit_word(word: str, *, gap: bool) -> bool:
 
 
 def latex_unit(text: str) -> tuple[str, Unit] | None:
-    r"""(number, unit) where the unit is a product, quotient or symbol: `5\,\frac{\text{m}}{\text{s}}`, `5\ \Omega`."""
+    r"""(number, unit) if the unit is a product, quotient or symbol: `5\,\frac{\text{m}}{\text{s}}`, `5\ \Omega`."""
     match = _TAIL.match(text)
     if match is None or _PLAIN.match(match["product"] or ""):
         return None
@@ -260,7 +260,7 @@ def latex_unit(text: str) -> tuple[str, Unit] | None:
 
 
 def _read_product(text: str, sign: int) -> list[tuple[str, int]] | None:
-    """The factors of a product of units; those after a slash divide. None where a word is no known unit."""
+    """The factors of a product of units; those after a slash divide. None if a word is not a known unit."""
     factors = []
     for match in _FACTORS.finditer(text):
         if match["slash"]:
@@ -276,7 +276,7 @@ def _read_product(text: str, sign: int) -> list[tuple[str, int]] | None:
 
 
 def _symbol(word: str, *, ohm: bool, micro: bool) -> str | None:
-    """The canonical name of a unit; empty for no word, None for an unknown one."""
+    """The canonical name of a unit; empty if there is no word, None if it is unknown."""
     if ohm:
         prefix = {"": "", "k": "kilo", "K": "kilo", "M": "mega", "m": "milli"}.get(word)
         return None if prefix is None else ("micro" if micro else prefix) + "ohm"

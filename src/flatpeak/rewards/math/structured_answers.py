@@ -59,7 +59,7 @@ _TWO_POINTS: Final = re.compile(r"\.\s*\.$")
 
 
 def read(text: str) -> Reading:
-    """The reading of a text from `clean`, `unread` where the rules fail; OverLimitError where it is too deep."""
+    """The reading of a text from `clean`, `unread` if the rules fail; OverLimitError if it is too deep."""
     text = _trimmed(text)
     for reader in _READERS:
         reading = reader(text)
@@ -74,7 +74,7 @@ def _trimmed(text: str) -> str:
     text = text.strip()
     if text.endswith("!"):
         return text.lstrip(" ,;:")
-    if _TWO_POINTS.search(text):  # a sentence ends with one
+    if _TWO_POINTS.search(text):  # a sentence ends with one point
         return text
     return text.strip(" ,;:").rstrip(_TRAILING) if not text.startswith(".") else text.rstrip(_TRAILING)
 
@@ -92,7 +92,7 @@ def _wrapped(text: str) -> Reading | None:
         return None
     reading = _as_choice(match[1].strip()) or read(match[1])
     letters = re.findall(r"[^\W\d_]+", match[1])
-    # Words in \text are no products: VW is not W times V.
+    # Words in \text are not products: VW is not W times V.
     if reading.kind in ("scalar", "unread") and letters and max(map(len, letters)) > 1 and reading.unit is None:
         exact = reading.expression is not None and not reading.expression.letters
         return reading if exact else Reading(kind="text", text=plain(match[1]))
@@ -100,7 +100,7 @@ def _wrapped(text: str) -> Reading | None:
 
 
 def _implied(text: str) -> Reading | None:
-    """The reading behind the last arrow, if relations or numbers before it do not contradict it."""
+    """The reading after the last arrow, unless relations or numbers before it contradict it."""
     steps = [step for _, step in split(text, _IMPLIES)]
     if len(steps) < 2 or not all(steps):
         return None
@@ -125,7 +125,7 @@ def _separated(text: str) -> Reading | None:
         flat = _flat(_flat(items, "named"), "list")
         if not all(map(_INEQUALITY.search, texts)) or any(item.kind != "ordered" for item in flat):
             return _named_reading(text, named, Reading(kind="list", text=text, items=flat))
-        # `x < 1 or x > 3` is a union of intervals, `x < 3 and x > 1` their intersection, and a comma may be either.
+        # `x < 1 or x > 3` is a union of intervals, `x < 3 and x > 1` their intersection, and a comma may mean either.
         separators = [separator for separator, _ in separated[1:]]
         shared = intersection(flat) if all(map(_AND.match, separators)) else None
         if shared is None and any(_AND.match(separator) and separator != "," for separator in separators):
@@ -175,7 +175,7 @@ def _bracketed(text: str) -> Reading | None:
 
 def _enclosed(text: str, brackets: str, inside: str) -> Reading | None:
     texts = [item for _, item in split(inside, _COMMA)]
-    # TeX prints no bare braces, but {1, 2} is meant to be a set.
+    # TeX does not print bare braces, but {1, 2} is meant as a set.
     if brackets == r"\{\}" or (brackets == "{}" and len(texts) > 1):
         return Reading(kind="set", text=text, items=_flat(map(read, texts), "list"))
     if len(texts) > 1 and brackets in ("()", "[]", "(]", "[)"):
@@ -188,12 +188,12 @@ def _enclosed(text: str, brackets: str, inside: str) -> Reading | None:
 
 
 def _flat(readings: Iterable[Reading], kind: Kind) -> tuple[Reading, ...]:
-    """The readings, with each of that kind replaced by its items."""
+    """The readings, with each reading of that kind replaced by its items."""
     return tuple(item for reading in readings for item in (reading.items if reading.kind == kind else (reading,)))
 
 
 def _as_choice(text: str) -> Reading | None:
-    """A letter in parentheses or set as text: the answer to a question of multiple choice."""
+    """A letter in parentheses or set as text: the answer to a multiple-choice question."""
     return replace(read(text), label="choice") if _CHOICE.match(text) else None
 
 
@@ -222,14 +222,14 @@ def _related(text: str) -> Reading | None:
 
 
 def _is_variable(side: str) -> bool:
-    """Whether the side before an `\\in` is a name, with or without words; `x-1` would move the interval."""
+    """Whether the side before an `\\in` is a name, with or without words; `x-1` would shift the interval."""
     if _NAME.match(side) or _NAMES.match(side):
         return True
     return re.match(_DENIAL, side) is None and _expressions([side]) is None
 
 
 def _approximation(text: str, signs: list[str], sides: list[str]) -> Reading | None:
-    """The first side that is no name, as the approximation of a value is not the value."""
+    """The first side that is not a name, because the approximation of a value is not the value."""
     values = [read(side) for side in sides]
     if not set(signs) <= {"=", r"\approx"} or contradicting(values, signs):
         return Reading(kind="unread", text=text)
@@ -341,7 +341,7 @@ def _bare(reading: Reading) -> Reading:
 
 
 def _number(reading: Reading) -> complex | None:
-    """The value in double precision; None for no number, or one with too many digits."""
+    """The value in double precision; None if it is not a number, or has too many digits."""
     expression = reading.expression if reading.kind == "scalar" else None
     if expression is None or expression.letters:
         return None
@@ -349,7 +349,7 @@ def _number(reading: Reading) -> complex | None:
 
 
 def _rounding(reading: Reading, approximately: bool) -> float:
-    """Half a unit of a decimal's last digit, as in `5/7 = 0.71`; of a whole number only where `approximately`."""
+    """Half a unit of a decimal's last digit, as in `5/7 = 0.71`; for integers only if `approximately`."""
     match = _DECIMAL.fullmatch(reading.text)
     decimals = len(match["decimals"] or "") if match is not None else 0
     if match is None or (decimals == 0 and not approximately):

@@ -11,19 +11,19 @@ from functools import cache
 from typing import Any, Final
 
 MAX_RAW_CHARACTERS: Final = 2048
-"""Length of an extracted answer as written, with redundant brackets and spacing."""
+"""Limit for an extracted answer as written, with redundant brackets and spacing."""
 MAX_CHARACTERS: Final = 256
-"""Length of an extracted answer after normalization."""
+"""Limit for an extracted answer after normalization."""
 MAX_DEPTH: Final = 20
-"""Nesting of brackets, functions and powers."""
+"""Limit for the nesting of brackets, functions and powers."""
 MAX_BOXES: Final = 64
-"""Boxes in one text; an answer needs one."""
+"""Limit for the boxes in one text; an answer needs one."""
 MAX_EXPONENT: Final = 9999
 MAX_FACTORIAL: Final = 999
 MAX_BITS: Final = 40_000
 """Bits of an exact intermediate result: 9999 to the 2000th has fewer, a tower of powers has more."""
 MAX_MAGNITUDE: Final = 4000
-"""Binary exponent of a function's argument."""
+"""Limit for the binary exponent of a function's argument."""
 _EXPONENTIAL: Final = frozenset({"exp", "sinh", "cosh", "tanh"})
 """Functions whose argument is an exponent of e."""
 Operations = Mapping[str, Callable[..., Any]]
@@ -34,15 +34,15 @@ class OverLimitError(Exception):
 
 
 class UnreadableError(Exception):
-    """A text that the rules cannot read."""
+    """The rules cannot read a text."""
 
 
 class UndefinedError(Exception):
-    """An expression without a value: 1/0, (1/2)!."""
+    """An expression has no value, such as 1/0 or (1/2)!."""
 
 
 class InexactError(Exception):
-    """A value that is not rational, or an operation that is missing."""
+    """A value is not rational, or an operation is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def integer(value: int) -> Node:
 
 
 def mixed_number(whole: Node, fraction: Node) -> Node | None:
-    """An integer and a fraction side by side as a mixed number: 3 1/2; None for 3 5/2 and 3 x/2."""
+    """An integer and an adjacent fraction as a mixed number: 3 1/2; None for 3 5/2 and 3 x/2."""
     if whole.kind == "neg":
         mixed = mixed_number(whole.args[0], fraction)
         return None if mixed is None else operation("neg", mixed)
@@ -96,7 +96,7 @@ def symbols_in(node: Node) -> set[str]:
 
 
 def walk(node: Node) -> Iterator[Node]:
-    """The node and all its descendants; without recursion, as a sum may be as long as its text."""
+    """The node and all its descendants; without recursion, because a sum may be as long as its text."""
     stack = [node]
     while stack:
         node = stack.pop()
@@ -134,7 +134,7 @@ def factors_of(node: Node) -> list[tuple[Node, int]]:
 
 
 def top_level_factors(node: Node) -> list[Node]:
-    """The factors of a product, in which a fraction is one factor."""
+    """The factors of a product; a fraction counts as one factor."""
     stack, factors = [node], []
     while stack:
         each = stack.pop()
@@ -146,9 +146,9 @@ def top_level_factors(node: Node) -> list[Node]:
 
 
 def canonical_form(node: Node) -> str:
-    """A text that is the same for expressions that differ only in the order of terms and factors."""
+    """A text that is equal for expressions that differ only in the order of terms and factors."""
     if node.kind == "number":
-        return f"{node.number.numerator:x}:{node.number.denominator:x}"  # in hexadecimal no number is too long
+        return f"{node.number.numerator:x}:{node.number.denominator:x}"  # hexadecimal has no limit of digits
     if node.kind == "symbol":
         return node.name
     if node.kind == "add" and not is_mixed_number(node):
@@ -257,7 +257,7 @@ EXACT: Final[Operations] = {
     "floor": lambda a: Fraction(math.floor(a)),
     "ceil": lambda a: Fraction(math.ceil(a)),
 }
-"""Operations on fractions; InexactError where the result may be irrational."""
+"""Operations on fractions; InexactError if the result may be irrational."""
 
 
 def numeric(library: Any) -> Operations:
@@ -269,7 +269,7 @@ def numeric(library: Any) -> Operations:
         "add": lambda a, b: a + b,
         "mul": lambda a, b: a * b,
         "div": lambda a, b: a / b,
-        "neg": lambda a: 0 - a,  # and not -a: that has -0j, and another root
+        "neg": lambda a: 0 - a,  # -a would give -0j, which has another root
         "pow": _power,
         "root": _root,
         "abs": abs,
@@ -316,7 +316,7 @@ def precise() -> Operations:
     def checked(apply: Callable[..., Any]) -> Callable[..., Any]:
         def bounded(*values: Any) -> Any:
             result = apply(*values)
-            # Where the parts of a complex number are a billion digits apart, mpmath writes all of them out.
+            # If the parts of a complex number are a billion digits apart, mpmath writes all of the digits.
             if any(x and abs(mp.mag(x)) > MAX_BITS for x in (result.real, result.imag)):
                 raise OverLimitError("a number of too many digits")
             return result
@@ -331,7 +331,7 @@ def _guarded(library: Any, name: str) -> Callable[[Any], Any]:
     function = getattr(library, name)
 
     def apply(value: Any) -> Any:
-        # The sine of 10^10000 takes as many digits of pi.
+        # The sine of 10^10000 needs as many digits of pi.
         if library is not cmath and value and library.mag(value) > MAX_MAGNITUDE:
             raise OverLimitError(f"{name} of a number of too many digits")
         if name in _EXPONENTIAL and library is not cmath and abs(value) > MAX_EXPONENT:

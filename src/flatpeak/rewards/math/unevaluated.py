@@ -1,11 +1,11 @@
 r"""A check that an answer is evaluated as far as its gold answer is.
 
-Equal values are not enough: `\binom84` is 70, and a question that asks for it already contains a right answer. Three
-kinds of answers are refused: those with operations that the gold answer does not have (functions, sums, binomials,
-integrals; sums, products, powers and whole quotients of numerals; products of sums beside an expanded gold); copies
-from the question that are not in the form of the gold; and, where the question asks to rewrite a formula, those that
-are rewritten halfway. Fractions, radicals, signs, units, decimals, scientific notation and common factors are
-spellings of a result.
+Equal values are not enough: a question that asks for `\binom84`, which is 70, already contains an equal answer. Three
+kinds of answers are refused: those with operations that the gold answer lacks (functions, sums, binomials, integrals;
+sums, products, powers and whole quotients of numerals; products of sums if the gold answer is expanded); copies from
+the question in another form than the gold answer's; and, if the question asks to rewrite a formula, answers that are
+rewritten halfway. Fractions, radicals, signs, units, decimals, scientific notation and common factors are spellings of
+a result.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _KINDS: Final = {
     **dict.fromkeys(("factorial", "binom"), "combinatorial"),
     **dict.fromkeys(("floor", "ceil", "lfloor", "lceil"), "rounding"),
     **dict.fromkeys(("bmod", "pmod", "mod"), "modulo"),
-    **dict.fromkeys(("sum", "prod"), "series"),  # as commands; sums and products of numerals are others
+    **dict.fromkeys(("sum", "prod"), "series"),  # as commands; sums and products of numerals are other kinds
 }
-"""Kinds of operations that replace each other; an operation not listed is a kind of its own."""
+"""Kinds of operations that may replace each other; an operation not listed is its own kind."""
 _TRANSCENDENTAL: Final = frozenset({"trigonometric", "inverse trigonometric", "exponential"})
 _UNREAD: Final = re.compile(
     r"(?<![A-Za-z])\\?(sum|prod|i*int|oint|lim|max|min|gcd|lcm|[bp]?mod|det|sup|inf|cap|binom|[lr]?floor|[lr]?ceil"
@@ -62,10 +62,10 @@ _I: Final = Node("symbol", name="i")
 _ONE: Final = integer(1)
 _TEN: Final = integer(10)
 _EXPANSIONS: Final = frozenset({"expansion", "expansion of a quotient"})
-"""Products of sums; over denominators with letters they are customary, and refused only beside a gold without any."""
+"""Products of sums. Over denominators with letters they are customary, and refused only if the gold answer has none."""
 _EXPONENT: Final = re.compile(r"\d[eE][+-]?\d")
 _NOT_COPIED: Final = frozenset({"text", "unread", "inequality", "union"})
-"""Kinds of answers that conditions and choices in a question have too."""
+"""Kinds of answers that conditions and choices in a question also have."""
 _EQUALS: Final = re.compile(r"\s*=\s*")
 _SEGMENT_ENDS: Final = re.compile(r"\$+|\\[()\[\]]|(?<=[.?!:;])\s|\n")
 _TOKEN: Final = re.compile(r"\\[A-Za-z]+|[A-Za-z]+|\S")
@@ -88,20 +88,20 @@ class _Structure:
     """The form of an answer and its unevaluated operations."""
 
     form: str
-    """A text that is the same for answers that differ only in spelling and in the order of terms and factors."""
+    """A text that is equal for answers that differ only in spelling and in the order of terms and factors."""
     operations: frozenset[str]
     """The kinds of unevaluated operations."""
     allowed: frozenset[str]
-    """For a gold answer, the kinds that an answer may leave unevaluated: its own, and those of its other spellings."""
+    """For a gold answer, the kinds that an answer may leave unevaluated: its own kinds and those of its spellings."""
     spelling: str
     """The form with the percent sign that a gold answer may lack."""
     copyable: bool
-    """Whether it answers nothing if it stands in the question; a letter alone does."""
+    """Whether repeating it from the question answers nothing; false for a single letter."""
     tokens: tuple[str, ...]
 
 
 def is_evaluated(answer: str, gold: str, question: str = "") -> bool:
-    """Whether an extracted answer leaves no operation that the gold lacks, and is no copy or half of what is asked for.
+    """Whether an extracted answer leaves no operation that the gold lacks, and is neither a copy nor half rewritten.
 
     Texts beyond the limits of the grader, which never equal a gold answer, count as evaluated.
     """
@@ -115,7 +115,7 @@ def is_evaluated(answer: str, gold: str, question: str = "") -> bool:
         return True
     if not answered.operations <= reference.allowed:
         return False
-    is_letter = gold_letter(read_answer(gold)[0]) is not None  # before its option, which the question has too
+    is_letter = gold_letter(read_answer(gold)[0]) is not None  # before its option, which the question contains too
     copied = (answered.copyable or answered.operations) and _is_copied(answered, question)
     return is_letter or not (copied or is_rewritten_halfway(answer, gold, _SEGMENT_ENDS.split(question)))
 
@@ -156,13 +156,13 @@ def _structure(text: str) -> _Structure:
 
 
 def _nodes(reading: Reading) -> Iterator[Node]:
-    """The expressions of an answer that have a value, without factors that were added in reading.
+    """The expressions of an answer that have a value, without factors that reading has added.
 
-    An equation has none: (x-1)^2 + y^2 = 5^2 is as good as any other.
+    An equation has none: (x-1)^2 + y^2 = 5^2 is as good as any other form.
     """
     if reading.expression is not None and reading.kind not in ("named", "equation"):
         node = reading.expression.node
-        magnitude = reading.unit is not None and reading.unit.factor != 1  # 5 million is no product
+        magnitude = reading.unit is not None and reading.unit.factor != 1  # 5 million is not a product
         yield node.args[0] if magnitude and node.kind == "mul" else node
     for item in reading.items:
         if reading.kind == "matrix" and not reading.text.startswith("\\begin") and item.expression is not None:
@@ -180,7 +180,7 @@ def _unread(reading: Reading) -> Iterator[str]:
 
 
 def _text_operations(text: str) -> Iterator[str]:
-    """The operations in a text that the rules cannot read; of `\\sum_{k=1}^{10} k = 55` those behind the last sign."""
+    """The operations in a text that the rules cannot read; for `\\sum_{k=1}^{10} k = 55`, those after the last sign."""
     right_side = split(text, _EQUALS)[-1][1]
     if len(right_side) < len(text):
         yield from _structure(right_side).operations
@@ -199,18 +199,21 @@ def _operations(node: Node) -> frozenset[str]:
         own = {"sum"} if _has_like(operands) else set()
     elif node.kind in ("mul", "div", "neg", "pow"):
         factors = [factor for factor, _ in factors_of(node)]
-        operands = [operand for factor in factors for operand in (factor.args if factor.kind == "pow" else (factor,))]
+        operands = []
+        for factor in factors:
+            operands += factor.args if factor.kind == "pow" else [factor]
         own = _of_product(node).union(*(_of_power(factor) for factor in factors if factor.kind == "pow"))
     else:
         operands = list(node.args)
         free = node.kind in ("root", "degree") or (node.kind == "abs" and has_letters(node))
         own = set() if free else {_KINDS.get(node.kind, node.kind)}
-        own |= {"power"} if node.kind == "root" and _rational(node) is not None else set()
+        if node.kind == "root" and _rational(node) is not None:
+            own.add("power")
     return frozenset(own).union(*map(_operations, operands))
 
 
 def _has_like(terms: list[Node]) -> bool:
-    """Whether two terms of a sum differ in their numerals only, and so could be added."""
+    """Whether two terms of a sum differ only in their numerals, and so could be added."""
     likes = Counter(
         tuple(sorted(f"{side}{canonical_form(factor)}" for factor, side in factors_of(term) if not _is_numeral(factor)))
         for term in terms
@@ -225,7 +228,7 @@ def _of_product(node: Node) -> set[str]:
     above, below = (
         [factor for factor, exponent in factors if exponent == side and _is_numeral(factor)] for side in (1, -1)
     )
-    # A mixed number holds a fraction: over 2 it leaves a fraction of fractions.
+    # A mixed number contains a fraction: divided by 2 it is a fraction of fractions.
     in_fractions = above + below if any(map(is_mixed_number, above + below)) else []
     if any(map(_are_several, (together, above, below, in_fractions))):
         kinds.add("product")
@@ -251,7 +254,7 @@ def _of_power(power: Node) -> set[str]:
 def _are_several(numerals: list[Node]) -> bool:
     """Whether several numerals are still to be multiplied.
 
-    A decimal with its power of ten is one numeral, and a number before a sum a common factor.
+    A decimal with its power of ten is one numeral, and a number before a sum is a common factor.
     """
     tens = sum(map(_is_ten, numerals))
     others = sum(each != _ONE and (each.kind != "add" or is_mixed_number(each)) for each in numerals) - tens
@@ -301,7 +304,7 @@ def _is_numeral(node: Node) -> bool:
 
 
 def _rational(node: Node) -> Fraction | None:
-    """The value, or None where it is not rational: that of 8^(2/3) is."""
+    """The value, or None if it is not rational, as it is for 8^(2/3)."""
     try:
         return Expression(node=node).exact
     except (OverLimitError, UndefinedError):
@@ -346,7 +349,7 @@ def _tokens(text: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def _segments(question: str) -> tuple[tuple[str, ...], ...]:
-    """The sentences and formulas of a question, each in tokens of the spelling that answers are read in."""
+    """The sentences and formulas of a question, each as tokens, spelled as for reading answers."""
     segments = []
     for segment in _SEGMENT_ENDS.split(question):
         try:
@@ -369,7 +372,7 @@ def _question_spellings(question: str) -> frozenset[str]:
 
 
 def _is_in(tokens: tuple[str, ...], question: str) -> bool:
-    """Whether the tokens stand side by side in the question; a part of a number or of a power does not count."""
+    """Whether the tokens are a contiguous part of the question; a part of a number or of a power does not count."""
     size = len(tokens)
     for segment in _segments(question):
         for start in range(len(segment) - size + 1):

@@ -107,9 +107,9 @@ _SPELLINGS: Final = {
 CANONICAL: Final = {word: unit for unit, words in _SPELLINGS.items() for word in (unit, *words.split())}
 _COMPOUND_UNITS: Final = {"mph": "mi/h", "kph": "km/h", "kmph": "km/h", "kmh": "km/h", "fps": "ft/s", "c": "deg c"}
 _MEGA: Final = frozenset({"MW", "MV", "MN", "MJ", "MHz", "MPa", "Mg", "Mm", "Ms"})
-"""Units that are a thousandth in small letters."""
+"""Units whose lower-case spelling means a thousandth."""
 _LARGE: Final = frozenset("NJWVAKL")
-"""Units of one capital letter; other capitals are no spelling of the small letter's unit."""
+"""Units with one capital letter; other capitals do not stand for the lower-case letter's unit."""
 _ABBREVIATIONS: Final = (
     "mm cm dm km in ft yd mi mg kg lb lbs oz ml mL gal ms min mins sec hr hrs mph kph kmph kmh fps Hz kHz MHz Pa kPa "
     "mol rad deg USD usd EUR kW kWh gm gms cms kms pts pcs ppl yrs wks Rs INR RMB"
@@ -117,14 +117,14 @@ _ABBREVIATIONS: Final = (
 ABBREVIATIONS: Final = frozenset(_ABBREVIATIONS.split())
 """Abbreviations that are a unit right after a number, with or without a space."""
 SINGLE_LETTERS: Final = frozenset("mgshLlNJWV")
-"""Single letters that are a unit behind a number and a space."""
+"""Single letters that are a unit after a number and a space."""
 _FACTORS: Final = {
     **{word: Fraction(value) for word, value in MAGNITUDES.items()},
     **{word: Fraction(1, value) for word, value in DENOMINATORS.items()},
 }
 _POWERS_BEFORE: Final = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _POWERS_AFTER: Final = {"squared": 2, "cubed": 3}
-# A phrase with one of these is a sentence about the number and not its unit; `mil` is ambiguous.
+# A phrase with any of these is a sentence about the number instead of its unit; `mil` is ambiguous.
 _NO_UNIT_TEXT: Final = (
     "a about almost am an and answer approximately approx around be but choose cubed doubled equal equals factorial "
     "fake false for from gross guess halved if incorrect inverse inverted is it less maybe mil minus mod modulo more "
@@ -140,9 +140,9 @@ _ANOTHER_NUMBER: Final = re.compile(
     r"|^(?:(?:square|cube|th) )?root$|\b(?:complement|conjugate|debt|deficit|excluded|extraneous|fails|fewer|grand"
     r"|impossible|invalid|lost|opposite|overdrawn|rejected|reversed|short)$"
 )
-"""Words that give a number another value or sign, or deny it; the last ones may stand before a noun."""
+"""Words that give a number another value or sign, or deny it; the last of them may also precede a noun."""
 _FILLER: Final = re.compile(r"(?:^|\s)(?:in (?:total|all)|total|altogether|each|left|remaining)$", re.IGNORECASE)
-"""Words after a number that are no unit."""
+"""Words after a number that are not units."""
 _UNIT_TOKEN: Final = re.compile(r"\^\s*\{?\s*-?\d\s*\}?|\d|[^\W\d_]+|[/$€£¥₹¢]")
 _NO_UNITS: Final = frozenset({*"xyz", *"kMB", "mn", "tn"})
 """Letters that are variables, or that may be magnitudes."""
@@ -159,7 +159,7 @@ class Unit:
 
 
 def read_unit(words: str, exponent: str = "") -> Unit | None:
-    """The unit in the words and the exponent after a number; None where they are no unit."""
+    """The unit in the words and the exponent after a number; None if they are not a unit."""
     written, words = words, _FILLER.sub("", words.strip(" ."))
     if written and not words:
         return Unit(name="")
@@ -288,7 +288,7 @@ def _fraction(words: list[str]) -> Fraction | None:
     denominator = DENOMINATORS.get(name.removesuffix("s"))
     if count is None or denominator is None or name.endswith("s") != (count != 1):
         return None
-    if numerator[-1] in _TENS and denominator < 10:  # `twenty-fifths` is another denominator
+    if numerator[-1] in _TENS and denominator < 10:  # `twenty-fifths` means another denominator
         return None
     return Fraction(count, denominator)
 
