@@ -120,10 +120,6 @@ class Probe:
 
     def kill(self) -> None:
         """Kill the process and its children, and wait until they are gone."""
-<<<<<<< HEAD
-=======
-        self._process.kill()
->>>>>>> main
         deadline = time.monotonic() + AFTER_KILL
         with suppress(ProcessLookupError, PermissionError):  # macOS: a group of ended processes
             while time.monotonic() < deadline:
@@ -152,11 +148,7 @@ def _last_line(written: bytes) -> str:
     return written.decode("utf-8", "replace").strip().rpartition("\n")[2]
 
 
-<<<<<<< HEAD
 def run_check(_: Parent | None, module: str, name: str) -> None:
-=======
-def run_check(module: str, name: str) -> None:
->>>>>>> main
     """Run a check in this process and write its findings as lines; libraries print to standard error."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)  # blocked while the doctor starts processes
     signal.alarm(int(SECONDS) + 2)
