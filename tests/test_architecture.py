@@ -14,6 +14,7 @@ import flatpeak
 from support.structure import (
     RANK,
     app_of,
+    child_boots,
     imports,
     module_name,
     part_of,
@@ -185,6 +186,10 @@ def test_packages_name_their_public_things_and_define_nothing(path):
 
 def test_no_code_asks_what_a_sampler_is():
     assert sampler_questions() == 0
+
+
+def test_child_processes_start_in_one_way():
+    assert child_boots() == 1
 
 
 def test_nothing_unpickles_what_a_file_could_hold():

@@ -12,7 +12,10 @@ import pytest
 from flatpeak.experiments.cell_worker import WorkerProcess
 from flatpeak.utils import child_process
 
-START = "import json, os, socket, sys, time; link = socket.socket(fileno=json.loads(sys.argv[3])[0]); "
+START = (
+    "import json, sys, os, time; from multiprocessing.connection import Connection; "
+    "link = Connection(json.loads(sys.argv[1])[2]); "
+)
 
 
 def reason_of(worker: WorkerProcess) -> str:
@@ -41,7 +44,7 @@ def is_running(pid: int) -> bool:
     [
         ("sys.exit(3)", "the worker process ended with exit code 3 (see {log})"),
         ("os.abort()", "the worker process was killed by SIGABRT"),
-        ("link.sendall(b'{\"status\"'); os._exit(0)", "the worker process ended with exit code 0 (see {log})"),
+        ("os.write(link.fileno(), bytes(2)); os._exit(0)", "the worker process ended with exit code 0 (see {log})"),
     ],
 )
 def test_the_reason_of_a_death_names_the_exit_code_or_the_signal(
@@ -53,14 +56,13 @@ def test_the_reason_of_a_death_names_the_exit_code_or_the_signal(
     assert reason_of(worker) == reason.format(log=tmp_path / "logs" / "worker-0.log")
 
 
-def test_a_worker_has_a_group_of_its_own_with_its_gpu_and_answers_in_lines(
+def test_a_worker_is_a_session_of_its_own_with_its_gpu_and_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = (
-        "import json; job = json.loads(link.makefile().readline()); "
-        "answer = dict(job, gpu=os.environ['CUDA_VISIBLE_DEVICES'], leads=os.getpgrp() == os.getpid()); "
-        "line = json.dumps(answer).encode() + b'\\n'; link.sendall(line[:5]); time.sleep(0.1); link.sendall(line[5:]); "
-        "time.sleep(60)"
+        "job = json.loads(link.recv_bytes()); "
+        "answer = dict(job, gpu=os.environ['CUDA_VISIBLE_DEVICES'], session=os.getsid(0) == os.getpid()); "
+        "link.send_bytes(json.dumps(answer).encode()); time.sleep(60)"
     )
     monkeypatch.setattr(child_process, "_BOOT", START + code)
     worker = WorkerProcess(0, log=tmp_path / "worker-0.log", gpu="GPU-b")
@@ -69,7 +71,7 @@ def test_a_worker_has_a_group_of_its_own_with_its_gpu_and_answers_in_lines(
     while outcome is None:
         outcome = worker.receive()
         time.sleep(0.01)
-    assert outcome == {"kind": "x" * 100_000, "gpu": "GPU-b", "leads": True}
+    assert outcome == {"kind": "x" * 100_000, "gpu": "GPU-b", "session": True}
     os.kill(worker.pid, signal.SIGKILL)
     assert reason_of(worker) == "the worker process was killed by SIGKILL, as the system does when memory runs out"
 
@@ -77,7 +79,7 @@ def test_a_worker_has_a_group_of_its_own_with_its_gpu_and_answers_in_lines(
 def test_the_children_of_a_worker_that_was_killed_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "import subprocess; child = subprocess.Popen(['sleep', '600']); "
-        "link.sendall(b'%d\\n' % child.pid); time.sleep(600)"
+        "link.send_bytes(b'%d' % child.pid); time.sleep(600)"
     )
     monkeypatch.setattr(child_process, "_BOOT", START + code)
     worker = WorkerProcess(0, log=tmp_path / "worker-0.log")
@@ -97,13 +99,13 @@ def test_a_worker_that_fails_ends_although_threads_of_the_users_code_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = (
-        "import sys, threading, time; from contextlib import nullcontext; "
-        "arguments, *sys.path = sys.argv[3:]; import json, flatpeak.experiments.cell_worker as worker; "
+        "import threading; from contextlib import nullcontext; *_, sys.path = json.loads(sys.argv[1]); "
+        "import flatpeak.experiments.cell_worker as worker; from flatpeak.utils.child_process import Parent; "
         "threading.Thread(target=time.sleep, args=(90,)).start(); "
         "worker.ProcessState = type('State', (), {'restored': lambda self: nullcontext()}); "
-        "worker.run_job = lambda job: 1 / 0; worker.serve(*json.loads(arguments))"
+        "worker.run_job = lambda job: 1 / 0; worker.serve(Parent(link.fileno(), os.getppid()))"
     )
-    monkeypatch.setattr(child_process, "_BOOT", code)
+    monkeypatch.setattr(child_process, "_BOOT", START + code)
     worker = WorkerProcess(0, log=tmp_path / "worker-0.log")
     worker.send({"kind": "call"})
     assert reason_of(worker) == f"the worker process ended with exit code 1 (see {tmp_path / 'worker-0.log'})"

@@ -162,12 +162,13 @@ ENDS = {
     ),
     "ends": ("import sys; sys.exit('cannot load')", r"died: exit code 1 \(cannot load\); go on with --resume"),
     "fails": (
-        "import sys; from multiprocessing.connection import Connection; pipe = Connection(json.loads(sys.argv[3])[0]); "
+        "import json, sys; from multiprocessing.connection import Connection; "
+        "pipe = Connection(json.loads(sys.argv[1])[2]); "
         'pipe.recv_bytes(); pipe.recv_bytes(); pipe.send_bytes(b\'{"error": "no such file"}\')',
         r"draws rollouts ahead failed: no such file; go on with --resume",
     ),
     "hangs up": (
-        "import socket, sys, time; socket.socket(fileno=json.loads(sys.argv[3])[0]).close(); time.sleep(60)",
+        "import json, socket, sys, time; socket.socket(fileno=json.loads(sys.argv[1])[2]).close(); time.sleep(60)",
         r"died: killed by SIGKILL; go on with --resume",
     ),
 }
@@ -178,7 +179,7 @@ def test_a_process_that_is_lost_ends_the_run_with_one_error(
     end: str, stale: Any, train: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     boot, message = ENDS[end]
-    monkeypatch.setattr(child_process, "_BOOT", f"import json; {boot}")
+    monkeypatch.setattr(child_process, "_BOOT", boot)
     made: list[RolloutProcess] = []
     plain = RolloutProcess.__init__
     monkeypatch.setattr(RolloutProcess, "__init__", lambda self, *given: (made.append(self), plain(self, *given))[1])
@@ -186,7 +187,7 @@ def test_a_process_that_is_lost_ends_the_run_with_one_error(
     with pytest.raises(RunError, match=message):
         train(config, reward=first_token)
     assert made[0]._directory is None  # its files are deleted
-    assert made[0]._process is None
+    assert made[0]._child is None
     monkeypatch.setattr(samplers, "RolloutProcess", Inline)
     assert train(config, reward=first_token, overwrite=True).exit_code == 0
 

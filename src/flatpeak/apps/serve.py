@@ -24,6 +24,7 @@ from flatpeak.rollout.vllm.http_client import HTTPClient, ServerError
 from flatpeak.rollout.vllm.nccl_channel import NCCLChannel
 from flatpeak.rollout.vllm.socket_channel import SocketChannel
 from flatpeak.utils.adapter_base import ADAPTER_CONFIG
+from flatpeak.utils.child_process import kill_group
 from flatpeak.utils.redaction import NO_KEY, Secret, redact
 
 FLAGS: Final = (
@@ -156,8 +157,7 @@ class ServerProcess:
 
     def kill(self) -> None:
         """Kill the server and its workers."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_group(self._process.pid)
         self._process.wait()
 
 

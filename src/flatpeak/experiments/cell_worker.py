@@ -1,19 +1,14 @@
 """The worker process of a sweep, and its handle: runs jobs one after the other, each as if in a new process.
 
-Jobs and outcomes are lines of JSON over a socket. The worker has its own process group, so that Ctrl-C in the terminal
-reaches only the sweep, and it ends at once when the sweep's process is gone. It starts watching for that before it
-imports anything slow.
+The worker ends when the sweep's process is gone. It starts watching for that before it imports anything slow.
 """
 
 from __future__ import annotations
 
 import gc
 import io
-import json
 import os
-import queue
 import signal
-import socket
 import sys
 import threading
 import time
@@ -27,7 +22,7 @@ from typing import Any, TextIO
 from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError, brief
 from flatpeak.experiments.records import prune_checkpoints
-from flatpeak.utils import child_process
+from flatpeak.utils.child_process import ChildProcess, Parent, ending
 from flatpeak.utils.redaction import hide_secrets_of, redact
 from flatpeak.utils.user_code import load_function, user_files
 
@@ -37,22 +32,21 @@ Outcome = dict[str, Any]
 """status (done, stopped or failed), reason and seconds."""
 
 
-def serve(descriptor: int) -> None:
-    """Run the jobs that arrive over this socket until one of them says to quit."""
-    os.set_inheritable(descriptor, False)
-    connection = socket.socket(fileno=descriptor)
-    jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-    threading.Thread(target=_read_jobs, args=(connection.makefile("r", encoding="utf-8"), jobs), daemon=True).start()
+def serve(parent: Parent) -> None:
+    """Run the jobs that the sweep sends until it says to quit."""
+    parent.end_with()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     code = 1
     try:
         fresh = ProcessState()
-        while (job := jobs.get()) is not None:
+        while (job := parent.receive()) is not None:
             with fresh.restored():
                 outcome = run_job(job)
-            connection.sendall((json.dumps(outcome) + "\n").encode())
+            parent.send(outcome)
         code = 0
+    except EOFError:
+        pass  # the sweep is gone
     except BaseException:
         traceback.print_exc()
     finally:
@@ -60,19 +54,6 @@ def serve(descriptor: int) -> None:
         with suppress(Exception):
             sys.stderr.flush()
         os._exit(code)
-
-
-def _read_jobs(lines: Any, jobs: queue.SimpleQueue[Job | None]) -> None:
-    """Pass on jobs; the end of the stream means that the sweep's process is gone, so this process ends too."""
-    job: Job | None = {}
-    try:
-        for line in lines:
-            jobs.put(job := json.loads(line))
-            if job is None:
-                return
-    finally:
-        if job is not None:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class ProcessState:
@@ -280,70 +261,48 @@ class WorkerProcess:
         self.gpu = gpu
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        ours, theirs = socket.socketpair()
         environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
-        with theirs, log.open("ab") as output:
-            self._process = child_process.start(serve, channel=theirs, stdout=output, stderr=output, env=environment)
-        self.connection = ours
-        self._received = b""
-
-    @property
-    def pid(self) -> int:
-        """The process id of the worker."""
-        return self._process.pid
+        with log.open("ab") as output:
+            self._child = ChildProcess(serve, stdout=output, environment=environment)
+        self.pid = self._child.pid
+        self.connection = self._child.pipe
 
     def is_alive(self) -> bool:
         """Whether the process can take a job."""
-        return self._process.poll() is None
+        return self._child.process.poll() is None
 
-    def send(self, job: Mapping[str, Any] | None) -> None:
+    def send(self, job: Job | None) -> None:
         """Send a job, or None to let the process end; if it is already dead, `receive` notices."""
         with suppress(OSError):
-            self.connection.sendall((json.dumps(job) + "\n").encode())
+            self._child.send(job)
 
-    def receive(self) -> dict[str, Any] | None:
+    def receive(self) -> Outcome | None:
         """The outcome of the job, or None if there is none yet. EOFError with the reason if the process has died."""
         try:
-            data = self.connection.recv(65536, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            if self._process.poll() is None:
-                return None
-            data = b""
-        except ConnectionError:
-            data = b""
-        if not data:
-            raise EOFError(self._death())
-        self._received += data
-        line, newline, rest = self._received.partition(b"\n")
-        if not newline:
-            return None
-        self._received = rest
-        outcome: dict[str, Any] = json.loads(line)
+            waiting = self.is_alive() and not self.connection.poll()
+            outcome: Outcome | None = None if waiting else self._child.receive()
+        except (EOFError, OSError):
+            raise EOFError(self._death()) from None
         return outcome
 
     def _death(self) -> str:
         """The way in which the process ended."""
-        code = child_process.wait_for_end(self._process, seconds=5.0)
-        if code is None:
-            return "the worker process closed its connection"
+        code = self._child.end(5.0)
         if code >= 0:
-            return f"the worker process ended with exit code {code} (see {self.log})"
+            return f"the worker process ended with {ending(code)} (see {self.log})"
         hint = ", as the system does when memory runs out" if code == -signal.SIGKILL else ""
-        return f"the worker process was {child_process.ending(code)}{hint}"
+        return f"the worker process was {ending(code)}{hint}"
 
     def interrupt(self) -> None:
         """Ask the run to stop with a checkpoint."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+        self._child.process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """End the process at once, with the processes of its group."""
-        if self._process.poll() is None:
-            child_process.kill_group(self._process)
-            self._process.wait()
+        self._child.close()
 
     def close(self) -> None:
         """Let an idle process end, or kill it; then wait for it."""
         self.send(None)
-        child_process.wait_for_end(self._process, seconds=10.0)
-        self.connection.close()
+        self._child.end(10.0)
+        self._child.close()

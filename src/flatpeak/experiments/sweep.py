@@ -326,7 +326,6 @@ class _Sweep:
         self.selector.unregister(worker.connection)
         self.workers.remove(worker)
         worker.kill()
-        worker.connection.close()
 
     def _finish(
         self, cell: Cell, status: Literal["done", "failed", "stopped"], reason: str | None, *, seconds: float = 0.0

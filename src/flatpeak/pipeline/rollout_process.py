@@ -1,20 +1,14 @@
 """A second process that draws rollouts with a copy of the policy, and the code that runs in it.
 
-The two speak JSON over a socket pair. Weights travel as a safetensors file, in memory where the system has such a file
-system, and lie there only while both processes live.
+Weights travel as a safetensors file, in memory where the system has such a file system, and lie there only while both
+processes live.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import socket
-import subprocess
 import tempfile
-import threading
-import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,11 +23,10 @@ from flatpeak.policy.loading import load_policy, resumed_source
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Sampler
 from flatpeak.rollout.ahead import Background, answer_request
-from flatpeak.utils import child_process
+from flatpeak.utils.child_process import ChildProcess, Parent, ending
 
 MEMORY: Final = Path("/dev/shm")
 WEIGHTS: Final = "weights.safetensors"
-_POLL_SECONDS: Final = 0.5
 _LAST_LINES: Final = 2
 
 
@@ -44,13 +37,7 @@ class RolloutProcess(Background):
         self._policy = policy
         self._config = config
         self._directory: Path | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pipe: Connection | None = None
-
-    @property
-    def pid(self) -> int | None:
-        """The process; None before the first request."""
-        return None if self._process is None else self._process.pid
+        self._child: ChildProcess | None = None
 
     def begin(self, request: dict[str, Any]) -> None:
         """Write the weights of now, and send the request."""
@@ -61,13 +48,9 @@ class RolloutProcess(Background):
 
     def result(self) -> dict[str, Any]:
         """Wait for the answer. RunError where the process has failed or is gone."""
-        assert self._pipe is not None
-        assert self._process is not None
+        assert self._child is not None
         try:
-            while not self._pipe.poll(_POLL_SECONDS):
-                if self._process.poll() is not None:
-                    raise EOFError
-            answer: dict[str, Any] = json.loads(self._pipe.recv_bytes())
+            answer: dict[str, Any] = self._child.receive()
         except (EOFError, OSError):
             raise self._lost() from None
         if "error" in answer:
@@ -76,38 +59,32 @@ class RolloutProcess(Background):
 
     def close(self) -> None:
         """Kill the process and delete its files."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        if self._pipe is not None:
-            self._pipe.close()
+        if self._child is not None:
+            self._child.close()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
-        self._process = self._pipe = self._directory = None
+        self._child = self._directory = None
 
     def _start(self) -> Path:
         parent = MEMORY if os.access(MEMORY, os.W_OK) else None
         self._directory = directory = Path(tempfile.mkdtemp(prefix="flatpeak-rollouts-", dir=parent))
         self._policy.save(directory)
-        ours, theirs = socket.socketpair()
-        self._pipe = Connection(ours.detach())
-        with theirs, (directory / "output.txt").open("wb") as output:
-            self._process = child_process.start(serve, channel=theirs, stdout=output, stderr=output)
-        self._send({"config": self._config.model_dump(mode="json"), "directory": str(directory), "parent": os.getpid()})
+        with (directory / "output.txt").open("wb") as output:
+            self._child = ChildProcess(serve, stdout=output)
+        self._send({"config": self._config.model_dump(mode="json"), "directory": str(directory)})
         return directory
 
     def _send(self, message: dict[str, Any]) -> None:
-        assert self._pipe is not None
+        assert self._child is not None
         try:
-            self._pipe.send_bytes(json.dumps(message).encode())
+            self._child.send(message)
         except OSError:
             raise self._lost() from None
 
     def _lost(self) -> RunError:
-        assert self._process is not None
+        assert self._child is not None
         assert self._directory is not None
-        child_process.wait_for_end(self._process, seconds=1.0)
-        end = child_process.ending(self._process.wait())
+        end = ending(self._child.end(1.0))
         printed = (self._directory / "output.txt").read_text(encoding="utf-8", errors="replace").split("\n")
         last = "; ".join([line.strip() for line in printed if line.strip()][-_LAST_LINES:])
         return RunError(f"the process that draws rollouts ahead died: {end}{f' ({last})' if last else ''}; {_FIX}")
@@ -121,28 +98,26 @@ def trained(policy: Policy) -> dict[str, Tensor]:
     return {name: weight for name, weight in policy.model.named_parameters() if weight.requires_grad}
 
 
-def serve(descriptor: int) -> None:
+def serve(parent: Parent) -> None:
     """Answer one request after another until the trainer is gone."""
-    pipe = Connection(descriptor)
     try:
-        start = json.loads(pipe.recv_bytes())
+        start = parent.receive()
         directory = Path(start["directory"])
-        ending = threading.Thread(target=_end_with, args=(start["parent"], directory))
-        ending.start()  # no daemon: where the trainer is killed, it deletes the files before this process ends
+        parent.end_with(lambda: shutil.rmtree(directory, ignore_errors=True))
         try:
             policy, sampler = _load(start["config"], directory)
             weights = dict(policy.model.named_parameters())
         except Exception as error:
-            pipe.send_bytes(json.dumps({"error": brief(error)}).encode())
+            parent.send({"error": brief(error)})
             return
         while True:
-            request = json.loads(pipe.recv_bytes())
+            request = parent.receive()
             try:
                 _copy(load_file(directory / WEIGHTS), weights)
                 answer = answer_request(sampler, request)
             except Exception as error:  # reported by the trainer, which ends
                 answer = {"error": brief(error)}
-            pipe.send_bytes(json.dumps(answer).encode())
+            parent.send(answer)
     except (EOFError, OSError):
         return
 
@@ -162,11 +137,3 @@ def _copy(values: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
         raise RunError("the copy of the policy has other weights than the policy")
     for name, value in values.items():  # the copy may also train what the policy has frozen
         weights[name].copy_(value)
-
-
-def _end_with(parent: int, directory: Path) -> None:
-    """End this process once the trainer is gone, in the middle of a rollout too, and delete what it has left."""
-    while os.getppid() == parent:
-        time.sleep(_POLL_SECONDS)
-    shutil.rmtree(directory, ignore_errors=True)
-    os._exit(1)

@@ -1,6 +1,7 @@
-"""Child processes: a function of flatpeak's in a fresh interpreter, its process group, and its end in words.
+"""Child processes that run a function of this package: their start, their pipe, their output and their end.
 
-`multiprocessing` would import the user's main module again, torch and all.
+A child is a fresh interpreter with this process's `sys.path`. `multiprocessing` would import the user's main module
+again, torch and all.
 """
 
 from __future__ import annotations
@@ -11,74 +12,127 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import import_module
-from typing import Any, Final, Protocol
+from multiprocessing.connection import Connection
+from typing import IO, Any, Final
 
 _BOOT: Final = (
-    "import sys; module, name, arguments, *sys.path = sys.argv[1:]; "
-    "from flatpeak.utils.child_process import call; call(module, name, arguments)"
+    "import json, sys; *start, sys.path = json.loads(sys.argv[1]); "
+    "from flatpeak.utils.child_process import run_child; run_child(*start)"
 )
+_POLL_SECONDS: Final = 0.5
 
 
-class Process(Protocol):
-    """A process that leads a group of its own: a `subprocess.Popen`, or the fork of a server."""
+class _End:
+    """One end of the pipe between a process and its child. EOFError or OSError where the other end is closed."""
 
-    pid: int
+    def __init__(self, descriptor: int) -> None:
+        self.pipe = Connection(descriptor)
 
-    def poll(self) -> int | None:
-        """The exit code, or minus the signal; None while it runs."""
-        ...
+    def send(self, message: object) -> None:
+        """Send a message that JSON can express."""
+        self.pipe.send_bytes(json.dumps(message).encode())
 
-    def wait(self, timeout: float | None = None) -> int:
-        """The exit code once it has ended; subprocess.TimeoutExpired where that takes longer."""
-        ...
+    def receive(self) -> Any:
+        """Wait for the next message."""
+        return json.loads(self.pipe.recv_bytes())
 
 
-def start(
-    function: Callable[..., None], *arguments: Any, channel: socket.socket | None = None, **options: Any
-) -> subprocess.Popen[bytes]:
-    """Call a function of a module in a new interpreter with this process's `sys.path`, nothing to read, its own group.
+class ChildProcess(_End):
+    """A process that calls `function(parent, *arguments)`, where `parent` is a `Parent`, and then ends.
 
-    `arguments` are JSON values; a `channel` comes before them, as its descriptor. `options` are those of
-    `subprocess.Popen`. The terminal's Ctrl-C reaches this process alone.
+    It leads a session of its own: Ctrl-C in the terminal does not reach it, and `kill` ends what it has started too.
     """
-    descriptors = [] if channel is None else [channel.fileno()]
-    target = [function.__module__, function.__name__, json.dumps([*descriptors, *arguments])]
-    return subprocess.Popen(
-        [sys.executable, "-P", "-u", "-c", _BOOT, *target, *sys.path],
-        stdin=subprocess.DEVNULL,
-        pass_fds=descriptors,
-        process_group=0,
-        **options,
-    )
+
+    def __init__(
+        self,
+        function: Callable[..., None],
+        *arguments: object,
+        stdout: IO[bytes] | int,
+        stderr: IO[bytes] | int = subprocess.STDOUT,
+        environment: Mapping[str, str] | None = None,
+        directory: str | None = None,
+    ) -> None:
+        """Start it; `arguments` are what JSON can express. `environment` and `directory` are this process's if None."""
+        ours, theirs = socket.socketpair()
+        super().__init__(ours.detach())
+        place = [function.__module__, function.__name__, theirs.fileno(), os.getpid(), arguments]
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-u", "-c", _BOOT, json.dumps([*place, [str(entry) for entry in sys.path]])],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                env=environment,
+                cwd=directory,
+                start_new_session=True,
+            )
+        self.pid = self.process.pid
+
+    def receive(self) -> Any:
+        """Wait for the next message; EOFError or OSError where the process has ended."""
+        while not self.pipe.poll(_POLL_SECONDS):
+            if self.process.poll() is not None:  # though a process forked from it may hold the pipe open
+                raise EOFError
+        return super().receive()
+
+    def end(self, seconds: float) -> int:
+        """The exit code, or minus the signal, of a process that has closed its pipe; killed if it takes longer."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+        kill_group(self.pid)
+        return self.process.wait()
+
+    def close(self) -> None:
+        """Kill the process, if it still runs, and what it has started."""
+        if self.process.poll() is None:
+            kill_group(self.pid)
+            self.process.wait()
+        self.pipe.close()
 
 
-def call(module: str, name: str, arguments: str) -> None:
-    """Call the function, in the new process."""
-    getattr(import_module(module), name)(*json.loads(arguments))
+class Parent(_End):
+    """The process that started this one, as this one sees it."""
+
+    def __init__(self, descriptor: int, pid: int) -> None:
+        os.set_inheritable(descriptor, False)
+        super().__init__(descriptor)
+        self._pid = pid
+
+    def end_with(self, clear: Callable[[], object] = lambda: None) -> None:
+        """End this process and what it has started once the parent is gone, in the middle of anything.
+
+        `clear` is called before that. The thread keeps this process from ending earlier.
+        """
+        threading.Thread(target=self._watch, args=(clear,)).start()
+
+    def _watch(self, clear: Callable[[], object]) -> None:
+        # Not the pipe: processes forked from the parent may hold it open.
+        while os.getppid() == self._pid:
+            time.sleep(_POLL_SECONDS)
+        clear()
+        kill_group(os.getpid())
 
 
-def kill_group(process: Process) -> None:
-    """End a process, and whatever it has started and left in its group."""
-    with suppress(ProcessLookupError, PermissionError):  # macOS raises the second for groups that have ended
-        os.killpg(process.pid, signal.SIGKILL)
+def run_child(module: str, name: str, descriptor: int, parent: int, arguments: list[Any]) -> None:
+    """Call the function of a `ChildProcess`, in its process."""
+    getattr(import_module(module), name)(Parent(descriptor, parent), *arguments)
 
 
-def wait_for_end(process: Process, *, seconds: float) -> int | None:
-    """The exit code of a process that is about to end, whose group is killed; None where it took longer and was too."""
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        kill_group(process)
-        process.wait()
+def kill_group(pid: int) -> None:
+    """Kill a process that leads a group, and whatever it has started and left there."""
+    with suppress(ProcessLookupError, PermissionError):  # macOS says the second of groups that have ended
+        os.killpg(pid, signal.SIGKILL)
 
 
 def ending(code: int) -> str:
-    """The end of a process in words: `exit code 1`, `killed by SIGKILL`."""
+    """The exit code of a process, or the signal that minus the code stands for."""
     if code >= 0:
         return f"exit code {code}"
-    return f"killed by {signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'}"
+    known = -code in set(signal.Signals)  # real-time signals have no names
+    return f"killed by {signal.Signals(-code).name}" if known else f"killed by signal {-code}"

@@ -96,7 +96,7 @@ def test_a_check_whose_doctor_is_killed_ends_by_itself(make_check: MakeCheck, tm
         "from flatpeak.apps.doctor import probe; probe.SECONDS = 0\n"
         "from flatpeak.apps.doctor.probe import run_check\n"
         "if os.fork(): os._exit(0)\n"  # the doctor that is gone
-        "run_check(*sys.argv[1:])"
+        "run_check(None, *sys.argv[1:])"
     )
     paths = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     subprocess.run([sys.executable, "-c", code, check.__module__, check.__name__], env=paths, check=True)

@@ -24,8 +24,8 @@ def pool() -> Iterator[WorkerPool]:
 
 
 def server_pid(pool: WorkerPool) -> int:
-    assert pool._server is not None and pool._server._process is not None
-    return pool._server._process.pid
+    assert pool._server._child is not None
+    return pool._server._child.pid
 
 
 def reason(pool: WorkerPool, *call: object, timeout: float | None = None) -> tuple[str, str]:
@@ -123,7 +123,7 @@ calls = [pool.submit(time.sleep, 0.3) for _ in range(2)]
 calls = [pool.submit(huge_power)]
 time.sleep(0.3)
 try:
-    print(pool._server._process.pid, *(worker._process.pid for worker in pool._workers), flush=True)
+    print(pool._server._child.pid, *(worker.pid for worker in pool._workers), flush=True)
     time.sleep(60)
 except KeyboardInterrupt:
     print("stopped", flush=True)

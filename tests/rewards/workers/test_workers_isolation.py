@@ -49,7 +49,7 @@ def reward_of(functions: Any, pool: WorkerPool | None, **settings: Any) -> Rewar
 
 
 def pids(pool: WorkerPool) -> list[int]:
-    return [worker._process.pid for worker in pool._workers if worker._process is not None]
+    return [worker.pid for worker in pool._workers if worker.pid is not None]
 
 
 REASONS = {

@@ -189,7 +189,7 @@ calls = [pool.submit(os.getpid), pool.submit(huge_power, timeout=1), pool.submit
 calls[0].result()
 time.sleep(0.2)
 try:
-    print(*(worker._process.pid for worker in pool._workers), flush=True)
+    print(*(worker.pid for worker in pool._workers), flush=True)
     time.sleep(60)
 except KeyboardInterrupt:
     print("stopped", flush=True)
@@ -220,8 +220,7 @@ with WorkerPool(1, timeout=20) as pool:
     before = pool.submit(os.getpid).result()
     child = os.fork()
     if child == 0:
-        for worker in pool._workers:
-            worker.__del__()
+        pool.__del__()
         os._exit(0)
     os.waitpid(child, 0)
     print(pool.submit(os.getpid).result() == before)

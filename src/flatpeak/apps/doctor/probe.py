@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from flatpeak.errors import brief
-from flatpeak.utils import child_process
+from flatpeak.utils.child_process import ChildProcess, Parent, ending
 
 TORCH_PAGE: Final = "https://pytorch.org/get-started/locally"
 """The page with the builds of torch."""
@@ -86,23 +85,23 @@ class Probe:
         """Start the process of the check."""
         self._check = check
         self._deadline = time.monotonic() + SECONDS
-        self._process = child_process.start(
+        self._child = ChildProcess(
             run_check,
             check.__module__,
             check.__name__,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            cwd=_directory(check),
+            environment=environment,
+            directory=_directory(check),
         )
 
     def findings(self) -> Iterator[Finding]:
         """The findings of the check, after its end; one more if its process crashed or hung."""
         try:
-            output, errors = self._process.communicate(timeout=max(0.0, self._deadline - time.monotonic()))
+            output, errors = self._child.process.communicate(timeout=max(0.0, self._deadline - time.monotonic()))
         except subprocess.TimeoutExpired as late:
             output, errors = late.output or b"", late.stderr or b""
-        code = self._process.poll()
+        code = self._child.process.poll()
         self.kill()
         attempted = _whole(self._check.__name__)
         for line in output.splitlines():
@@ -117,16 +116,15 @@ class Probe:
         if code is None:
             yield failed(attempted, f"it did not answer within {SECONDS:.0f} s")
         elif code != 0:
-            yield failed(attempted, f"{child_process.ending(code)} {_last_line(errors)}".strip())
+            yield failed(attempted, f"{ending(code)} {_last_line(errors)}".strip())
 
     def kill(self) -> None:
         """Kill the process and its children, and wait until they are gone."""
-        self._process.kill()
         deadline = time.monotonic() + AFTER_KILL
         with suppress(ProcessLookupError, PermissionError):  # macOS: a group of ended processes
             while time.monotonic() < deadline:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.poll()
+                os.killpg(self._child.pid, signal.SIGKILL)
+                self._child.process.poll()
                 time.sleep(0.01)
 
 
@@ -150,7 +148,7 @@ def _last_line(written: bytes) -> str:
     return written.decode("utf-8", "replace").strip().rpartition("\n")[2]
 
 
-def run_check(module: str, name: str) -> None:
+def run_check(_: Parent | None, module: str, name: str) -> None:
     """Run a check in this process and write its findings as lines; libraries print to standard error."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)  # blocked while the doctor starts processes
     signal.alarm(int(SECONDS) + 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -17,22 +18,21 @@ from typing import Any, Final, TypeVar
 from flatpeak.errors import UserError
 from flatpeak.rewards.workers import process as processes
 from flatpeak.rewards.workers.process import WorkerError as WorkerError
-from flatpeak.rewards.workers.worker import ForkServer, add_loaded, serve
-from flatpeak.utils.child_process import Process, ending, kill_group, wait_for_end
+from flatpeak.rewards.workers.worker import ForkServer, add_loaded
+from flatpeak.utils.child_process import ending, kill_group
 from flatpeak.utils.user_code import user_files
 
 T = TypeVar("T")
 
 START_SECONDS: Final = 60.0
 NOT_CALLED: Final = WorkerError("budget", "not called: the step's time for calls without a result was spent")
-_OWN_TIMER: Final = "killed by SIGALRM"
 
 
 class WorkerPool:
     """Up to `size` processes that call functions; each starts when it is first needed and is replaced when it ends.
 
-    A worker is a fresh interpreter with this process's `sys.path`. It has none of its modules, so functions and
-    arguments must pickle, and a script's own functions cannot go there. It loads a function once, and calls it many
+    A worker is forked from a fresh interpreter with this process's `sys.path`. It has none of its modules, so functions
+    and arguments must pickle, and a script's own functions cannot go there. It loads a function once, and calls it many
     times: what a function keeps between calls is that worker's own, and is lost with it. SIGINT and SIGTERM leave
     workers alone: they end with the pool, with this process, or on SIGKILL, together with the processes they started.
     """
@@ -49,17 +49,25 @@ class WorkerPool:
 
         `memory_bytes` is what one worker may allocate (RLIMIT_DATA, which only Linux enforces), what it has loaded
         included. A call that wants more has the reason `memory` where Python noticed, `died` where a library did.
-        `forked` is a function that is slow to load and starts no threads: workers are forked from one process that has
-        loaded it, so that one that was lost is replaced in milliseconds.
+        `forked` is a function that is slow to load and starts no threads: the process that workers are forked from
+        loads it, so that a worker that was lost is replaced in milliseconds.
         """
         self._timeout = timeout
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="flatpeak-worker")
-        self._server = None if forked is None else ForkServer(forked, memory_bytes=memory_bytes, seconds=START_SECONDS)
-        self._workers = [_Worker(memory_bytes, self._server) for _ in range(size)]
+        self._server = ForkServer(forked, memory_bytes=memory_bytes, seconds=START_SECONDS)
+        self._workers = [_Worker(self._server) for _ in range(size)]
         # Last in, first out: a pool with little to do starts few processes.
         self._idle: LifoQueue[_Worker] = LifoQueue()
         for worker in self._workers:
             self._idle.put(worker)
+        self._owner = os.getpid()
+
+    def __del__(self) -> None:  # of a pool that was not closed
+        if os.getpid() == self._owner:  # in a process forked from it, the workers are not this copy's to end
+            for worker in self._workers:
+                worker.kill()
+                worker.discard()
+            self._server.close()
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -69,9 +77,8 @@ class WorkerPool:
 
     def ready(self) -> None:
         """Load the `forked` function if that has not happened; where it cannot be loaded, calls end with the reason."""
-        if self._server is not None:
-            with contextlib.suppress(WorkerError, EOFError, OSError):
-                self._server.ready()
+        with contextlib.suppress(WorkerError, EOFError, OSError):
+            self._server.ready()
 
     def submit(self, function: Callable[..., T], *arguments: Any, timeout: float | None = None) -> Future[T]:
         """Call the function in a worker, for `timeout` seconds (None: the pool's).
@@ -100,13 +107,12 @@ class WorkerPool:
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.kill(forever=True)
-        if self._server is not None and not self._server.loaded:
+        if not self._server.loaded:
             self._server.kill()  # threads that wait for it would wait for seconds
         self._threads.shutdown()
         for worker in self._workers:
             worker.discard()
-        if self._server is not None:
-            self._server.close()
+        self._server.close()
 
     def _call(self, function: Callable[..., T], arguments: tuple[Any, ...], timeout: float) -> T:
         result = self._call_each(function, [arguments], timeout, None)[0]
@@ -135,20 +141,13 @@ class WorkerPool:
 class _Worker:
     """One process at a time. Only `kill` may be called from a thread that is not using it."""
 
-    def __init__(self, memory_bytes: int | None, server: ForkServer | None) -> None:
-        self._memory_bytes = memory_bytes
+    def __init__(self, server: ForkServer) -> None:
         self._server = server
-        self._process: Process | None = None
+        self.pid: int | None = None
         self._pipe: Connection | None = None
         self._loaded: dict[bytes, Any] = {}
         self._over = False
         self._lock = Lock()
-        self._owner = os.getpid()
-
-    def __del__(self) -> None:
-        if os.getpid() == self._owner:  # in a process forked from it, the workers are not this copy's to end
-            self.kill()  # of a pool that was not closed
-            self.discard()
 
     def call_each(self, code: bytes, messages: Sequence[bytes], timeout: float, stop: Event | None) -> list[Any]:
         """A result, a WorkerError or a UserError for each message."""
@@ -167,29 +166,29 @@ class _Worker:
         """End the process; a call that waits for its answer ends with `died`."""
         with self._lock:
             self._over = self._over or forever
-            if self._process is not None:
-                kill_group(self._process)
+            if self.pid is not None:
+                kill_group(self.pid)
 
-    def discard(self) -> str | None:
-        """Drop the process and return its exit code or signal, if there was one."""
-        process, self._process = self._process, None
+    def discard(self) -> int | None:
+        """Drop the process and return its exit code, or minus its signal, if there was a process."""
+        with self._lock:
+            pid, self.pid = self.pid, None
         self._loaded = {}
         if self._pipe is not None:
             self._pipe.close()
             self._pipe = None
-        if process is None:
-            return None
-        wait_for_end(process, seconds=processes.SPARE_SECONDS)
-        return ending(process.wait())
+        return None if pid is None else self._server.end(pid)
 
     def _ready(self, code: bytes) -> Connection:
         """The pipe to a process that has loaded the function; WorkerError where it cannot be started."""
-        if self._process is not None and self._process.poll() is not None:
-            self.discard()  # between two calls: nothing is lost
+        if self._pipe is not None and self._pipe.poll():
+            self.discard()  # it ended between two calls: nothing is lost
         try:
             pipe = self._pipe or self._start()
         except (EOFError, OSError) as error:
-            raise WorkerError("died", f"a worker process did not start: {self.discard() or error}") from error
+            ended = self.discard()
+            reason = error if ended is None else ending(ended)
+            raise WorkerError("died", f"a worker process did not start: {reason}") from error
         if code not in self._loaded:
             sources = (sys.path, user_files())
             (answer,) = self._exchange(pipe, ("load", code, START_SECONDS, sources), START_SECONDS)
@@ -214,29 +213,24 @@ class _Worker:
             if late:
                 self.kill()
             ended = self.discard()
-            if late or ended == _OWN_TIMER:  # on a machine too busy to look in time, the worker's comes first
+            if late or ended == -signal.SIGALRM:  # its own timer: on a machine too busy to look in time, it comes first
                 answers.append(WorkerError("timeout", f"no answer from a worker process within {seconds:g} s"))
             else:
-                answers.append(WorkerError("died", f"a worker process died: {ended}"))
+                answers.append(WorkerError("died", f"a worker process died: {ending(ended or 0)}"))
         return answers
 
     def _start(self) -> Connection:
-        if self._server is not None:
-            self._server.ready()  # without the lock: it may take seconds, and `kill` must not wait for it
+        self._server.ready()  # without the lock: it may take seconds, and `kill` must not wait for it
         ours, theirs = socket.socketpair()
         self._pipe = pipe = Connection(ours.detach())
         with theirs, self._lock:
             if self._over:
                 raise EOFError("the pool is closed")
-            if self._server is not None:
-                self._process = self._server.fork(theirs)
-            else:
-                self._process = processes.start(serve, theirs, self._memory_bytes)
+            self.pid = self._server.fork(theirs)
         if not pipe.poll(START_SECONDS):
             self.kill()
         pipe.recv_bytes()
-        if self._server is not None:
-            self._loaded = {self._server.code: True}
+        self._loaded = {self._server.code: True}
         return pipe
 
 

@@ -1,4 +1,4 @@
-"""Worker processes as the operating system sees them: their start, limits, signals, output and end."""
+"""Worker processes as the operating system sees them: their limits, signals and output, and why a call failed."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ import resource
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final, Literal
 
-from flatpeak.utils import child_process
+from flatpeak.utils.child_process import kill_group
 from flatpeak.utils.redaction import redact
 from flatpeak.utils.user_code import OneLineError
 
 SPARE_SECONDS: Final = 1.0
 FORK: Final = 0
-"""The request to a fork server for a new worker; any other number is a process id, and asks how that worker ended."""
-_PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""The request to a fork server for a new worker; any other number is the process id of a worker, to be ended."""
+PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 Reason = Literal["raised", "died", "timeout", "memory", "budget", "unloadable"]
 LIMITS: Final[frozenset[Reason]] = frozenset({"timeout", "memory", "budget"})
@@ -44,24 +43,6 @@ class WorkerError(OneLineError):
 
     def __str__(self) -> str:
         return str(self.args[1])
-
-
-def start(
-    serve: Callable[[int, int | None], None], channel: socket.socket, memory_bytes: int | None
-) -> subprocess.Popen[bytes]:
-    """Start a process that serves the channel within this memory.
-
-    What it prints goes to standard error (`capture_output`): standard output may be a result that a program reads.
-    """
-    printed = capture_output()
-    # A process inherits the mask. Batch systems signal all processes of a job, and this one decides what
-    # happens then; the new one unblocks them once it has its own handlers.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
-    try:
-        return child_process.start(serve, memory_bytes, channel=channel, stdout=printed, stderr=printed)
-    finally:
-        os.close(printed)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def limit_waiting(pipe: Connection, seconds: float) -> None:
@@ -90,9 +71,9 @@ def set_limits(pipe: Connection, memory_bytes: int | None) -> None:
     if memory_bytes is not None:
         # Data, not address space: libraries reserve far more of that than they use, CUDA's by hundreds of times.
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-    for number in _PASSED_ON:
+    for number in PASSED_ON:
         signal.signal(number, lambda *_: None)  # not SIG_IGN: programs that a function runs would inherit it
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
 
 
 def set_alarm(seconds: float) -> None:
@@ -104,7 +85,7 @@ def set_alarm(seconds: float) -> None:
 def exit_worker(pid: int) -> None:
     """End this process and its children; `pid` is the worker's, which a forked child does not have."""
     if os.getpid() == pid == os.getpgrp():
-        os.killpg(pid, signal.SIGKILL)
+        kill_group(pid)
     os._exit(0)
 
 
@@ -116,7 +97,8 @@ def extend_path(path: Sequence[str]) -> None:
 def capture_output() -> int:
     """A descriptor for a process's standard output and error; the caller closes its own copy once that has started.
 
-    A thread passes on the output until every process that holds it has ended. Processes that wrote to the terminal
+    A thread passes on the output until every process that holds it has ended, to standard error, because standard
+    output may be a result that a program reads. Processes that wrote to the terminal
     themselves would write into each other's lines, and into a live display.
     """
     source, sink = os.pipe()

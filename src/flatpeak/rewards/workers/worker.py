@@ -1,15 +1,16 @@
-"""The code that worker processes run, and the fork server, which starts them with a function already loaded."""
+"""The code that worker processes run, and the fork server, which starts them and may have loaded a function before."""
 
 from __future__ import annotations
 
 import gc
 import os
 import pickle
+import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from io import BytesIO
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
@@ -19,8 +20,8 @@ from typing import Any, Final
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.workers import process as processes
-from flatpeak.rewards.workers.process import FORK, WorkerError
-from flatpeak.utils.child_process import kill_group
+from flatpeak.rewards.workers.process import FORK, PASSED_ON, SPARE_SECONDS, WorkerError
+from flatpeak.utils.child_process import ChildProcess, Parent, kill_group
 from flatpeak.utils.user_code import load_file, one_line, user_files
 
 MAX_LOADED: Final = 32
@@ -31,23 +32,12 @@ _FILES: dict[str, str] = {}
 """The user's files that may be run here, by module name."""
 
 
-def serve(descriptor: int, memory_bytes: int | None) -> None:
-    """Run a worker: answer one request after another until the other end of the pipe is closed."""
-    pid, pipe = os.getpid(), Connection(descriptor)
-    processes.set_limits(pipe, memory_bytes)
-    _answer_all(pid, pipe, {})
-
-
-def serve_forks(descriptor: int, memory_bytes: int | None) -> None:
-    """Run a fork server: load one function, then fork workers and report their exit codes.
-
-    A worker that has ended is dropped with the answer that says so, and its process id may be used again.
-    """
-    pid, control = os.getpid(), Connection(descriptor)
+def serve_forks(parent: Parent, memory_bytes: int | None) -> None:
+    """Run a fork server: load one function, then fork workers, and end them."""
+    pid, control = os.getpid(), parent.pipe
     functions: dict[bytes, Callable[..., Any]] = {}
     try:
         processes.set_limits(control, memory_bytes)
-        control.send_bytes(b"ready")
         code, content = pickle.loads(control.recv_bytes())
         control.send_bytes(_load(functions, code, *content))
         gc.collect()
@@ -55,27 +45,45 @@ def serve_forks(descriptor: int, memory_bytes: int | None) -> None:
         while True:
             request = pickle.loads(control.recv_bytes())
             if request == FORK:
-                control.send_bytes(pickle.dumps(_fork(reduction.recv_handle(control), functions)))
+                answer = _fork(reduction.recv_handle(control), reduction.recv_handle(control), functions)
             else:
-                ended, status = os.waitpid(request, os.WNOHANG)
-                control.send_bytes(pickle.dumps(os.waitstatus_to_exitcode(status) if ended else None))
+                answer = _end(request)
+            control.send_bytes(pickle.dumps(answer))
     except (EOFError, OSError):
         processes.exit_worker(pid)
 
 
-def _fork(channel: int, functions: dict[bytes, Callable[..., Any]]) -> int:
+def _fork(channel: int, output: int, functions: dict[bytes, Callable[..., Any]]) -> int:
+    """Fork a worker; its process id. What a call raises beyond exceptions, such as SystemExit, ends the worker as it
+    ends any process."""
     child = os.fork()
     if child:
         os.close(channel)
+        os.close(output)
         os.setpgid(child, child)  # here as well as there: it may be killed before it has run
         return child
-    try:
-        os.setpgid(0, 0)
-        pipe = Connection(channel)
-        processes.close_in_children(pipe)
-        _answer_all(os.getpid(), pipe, functions)
-    finally:
-        os._exit(1)
+    os.setpgid(0, 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    pipe = Connection(channel)
+    processes.close_in_children(pipe)
+    _answer_all(os.getpid(), pipe, functions)
+    os._exit(1)
+
+
+def _end(pid: int) -> int:
+    """The exit code of a worker, or minus its signal, once it has ended; it is killed if that takes a while."""
+    started, ended, status = time.monotonic(), 0, 0
+    with suppress(ChildProcessError):  # a server before this one forked it
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        while not ended:
+            if time.monotonic() - started > SPARE_SECONDS:
+                kill_group(pid)
+            time.sleep(_POLL_SECONDS)
+            ended, status = os.waitpid(pid, os.WNOHANG)
+    kill_group(pid)  # what it has started
+    return os.waitstatus_to_exitcode(status)
 
 
 def _answer_all(pid: int, pipe: Connection, functions: dict[bytes, Callable[..., Any]]) -> None:
@@ -84,7 +92,7 @@ def _answer_all(pid: int, pipe: Connection, functions: dict[bytes, Callable[...,
         while True:
             task, code, timeout, content = pickle.loads(pipe.recv_bytes())
             for message in content if task == "call" else [None]:
-                processes.set_alarm(timeout + processes.SPARE_SECONDS)
+                processes.set_alarm(timeout + SPARE_SECONDS)
                 answer = _load(functions, code, *content) if message is None else _answer(functions[code], message)
                 processes.set_alarm(0)
                 pipe.send_bytes(answer)
@@ -150,14 +158,12 @@ class ForkServer:
     process group of its own, and so are its limits; the server itself calls nothing, so no answer can harm it.
     """
 
-    def __init__(self, function: Callable[..., Any], *, memory_bytes: int | None, seconds: float) -> None:
-        """`seconds` is the time limit for loading the function."""
+    def __init__(self, function: Callable[..., Any] | None, *, memory_bytes: int | None, seconds: float) -> None:
+        """`seconds` is the time limit for loading the function; None loads nothing."""
         self.code = pickle.dumps(function)
         self._memory_bytes = memory_bytes
         self._seconds = seconds
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: Connection | None = None
-        self._starts = 0
+        self._child: ChildProcess | None = None
         self.loaded = False
         """Whether it can fork at once."""
         self._lock = Lock()
@@ -165,7 +171,7 @@ class ForkServer:
     def ready(self) -> None:
         """Start it if it does not run. WorkerError where the function does not load, OSError or EOFError else."""
         with self._lock:
-            if self._process is not None and self._process.poll() is None:
+            if self._child is not None and self._child.process.poll() is None:
                 return
             self._discard()
             try:
@@ -174,27 +180,27 @@ class ForkServer:
                 self._discard()
                 raise
 
-    def fork(self, channel: socket.socket) -> ForkedProcess:
-        """A worker that serves the channel. OSError or EOFError where the server is lost."""
-        with self._lock:
-            pid = self._ask(FORK, channel)
-            return ForkedProcess(self, pid, self._starts)
+    def fork(self, channel: socket.socket) -> int:
+        """The process id of a worker that serves the channel. OSError or EOFError where the server is lost."""
+        output = processes.capture_output()
+        try:
+            with self._lock:
+                return self._ask(FORK, channel.fileno(), output)
+        finally:
+            os.close(output)
 
-    def status(self, pid: int, starts: int) -> int | None:
-        """The exit code of a worker, or minus its signal; None while it runs. It can be had once.
-
-        OSError or EOFError where the server that forked it, its `starts`th process, is lost.
-        """
-        with self._lock:
-            if starts != self._starts:
-                raise EOFError("another process forked this worker")
-            code: int | None = self._ask(pid)
-            return code
+    def end(self, pid: int) -> int:
+        """The exit code of a worker that has closed its channel, or minus its signal; 0 where the server is lost."""
+        with self._lock, suppress(EOFError, OSError):
+            return self._ask(pid)
+        kill_group(pid)
+        return 0
 
     def kill(self) -> None:
         """End the server, in the middle of loading too; its workers go on."""
-        if self._process is not None:
-            kill_group(self._process)
+        child = self._child
+        if child is not None:
+            kill_group(child.pid)
 
     def close(self) -> None:
         """End the server; a later worker starts a new one."""
@@ -202,26 +208,32 @@ class ForkServer:
         with self._lock:
             self._discard()
 
-    def _ask(self, question: int, channel: socket.socket | None = None) -> Any:
-        if self._control is None:
+    def _ask(self, request: int, *descriptors: int) -> int:
+        if self._child is None:
             raise EOFError("the process that workers are forked from is gone")
+        control = self._child.pipe
         try:
-            self._control.send_bytes(pickle.dumps(question))
-            if channel is not None:
-                reduction.send_handle(self._control, channel.fileno(), 0)
-            return pickle.loads(self._control.recv_bytes())
+            control.send_bytes(pickle.dumps(request))
+            for descriptor in descriptors:
+                reduction.send_handle(control, descriptor, 0)
+            answer: int = pickle.loads(control.recv_bytes())
         except (EOFError, OSError):
             self._discard()
             raise
+        return answer
 
     def _start(self) -> None:
-        self._starts += 1
-        ours, theirs = socket.socketpair()
-        self._control = control = Connection(ours.detach())
-        with theirs:
-            self._process = processes.start(serve_forks, theirs, self._memory_bytes)
+        output = processes.capture_output()
+        # A process inherits the mask. Batch systems signal all processes of a job, and this one decides what
+        # happens then; the new one unblocks them once it has its own handlers.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+        try:
+            self._child = ChildProcess(serve_forks, self._memory_bytes, stdout=output)
+        finally:
+            os.close(output)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        control = self._child.pipe
         processes.limit_waiting(control, self._seconds)
-        control.recv_bytes()
         control.send_bytes(pickle.dumps((self.code, (sys.path, user_files()))))
         outcome, text = pickle.loads(control.recv_bytes())
         if outcome != "done":
@@ -229,40 +241,7 @@ class ForkServer:
         self.loaded = True
 
     def _discard(self) -> None:
-        process, self._process = self._process, None
+        child, self._child = self._child, None
         self.loaded = False
-        if self._control is not None:
-            self._control.close()
-            self._control = None
-        if process is not None:
-            kill_group(process)
-            process.wait()
-
-
-class ForkedProcess:
-    """A worker of a fork server, with the methods of `subprocess.Popen`."""
-
-    def __init__(self, server: ForkServer, pid: int, starts: int) -> None:
-        self.pid = pid
-        self._server = server
-        self._starts = starts
-        self._code: int | None = None
-
-    def poll(self) -> int | None:
-        """The exit code, or minus the signal; None while it runs."""
-        if self._code is None:
-            try:
-                self._code = self._server.status(self.pid, self._starts)
-            except (EOFError, OSError):  # its exit code is lost with the server
-                kill_group(self)
-                self._code = 0
-        return self._code
-
-    def wait(self, timeout: float | None = None) -> int:
-        """The exit code once it has ended; subprocess.TimeoutExpired where that takes longer."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("worker", timeout or 0.0)
-            time.sleep(_POLL_SECONDS)
-        return code
+        if child is not None:
+            child.close()
