@@ -12,7 +12,8 @@ TEMPLATE = (
     "{{ '<|im_start|>assistant\\n' }}"
 )
 _CONTROL = ["<|im_end|>", "<|im_start|>"]
-_VERDICT = ["<verdict>", "</verdict>"]
+_VERDICT = '{"correct": '
+"""The beginning of a verdict, as one token."""
 NEWLINE = "\u010a"
 """The line break as byte-level tokenizers write it."""
 
@@ -21,7 +22,7 @@ def make_judge_model(directory: Path, *, verdict: str | None) -> None:
     """Save a Qwen2 of 2 layers and its tokenizer of single bytes.
 
     With a `verdict` of one character the weights are set so that every token decides the next one alone: after the
-    template's last token come <verdict>, that character, </verdict>, and the end. Without one they are random.
+    template's last token come `{"correct": `, that character, `}`, and the end. Without one they are random.
     """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -43,7 +44,7 @@ def make_judge_model(directory: Path, *, verdict: str | None) -> None:
                 layer.self_attn.o_proj.weight.zero_()
                 layer.mlp.down_proj.weight.zero_()
             model.lm_head.weight.zero_()
-            said = [NEWLINE, "<verdict>", verdict, "</verdict>", "<|im_end|>"]
+            said = [NEWLINE, _VERDICT, verdict, "}", "<|im_end|>"]
             ids = tokenizer.convert_tokens_to_ids(said)
             for current, following in pairwise(ids):
                 model.lm_head.weight[following, current] = 10.0
@@ -59,12 +60,12 @@ def _tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate([*_CONTROL, *_VERDICT, *alphabet])}
+    vocabulary = {token: index for index, token in enumerate([*_CONTROL, _VERDICT, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in _CONTROL])
-    tokenizer.add_tokens([AddedToken(token, special=False) for token in _VERDICT])
+    tokenizer.add_tokens([AddedToken(_VERDICT, special=False)])
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
     wrapped.chat_template = TEMPLATE
     return wrapped

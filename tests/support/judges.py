@@ -23,14 +23,12 @@ def group(*answers: str, gold: str = "18", question: str = "How many?", id: str 
 
 
 def config(url: str, **fields: Any) -> JudgeConfig:
-    """An endpoint judge without canaries, whose waits are a few milliseconds."""
+    """An endpoint judge without canaries."""
     backend = {"type": "endpoint", "base_url": url, "model": "judge-1", **fields.pop("backend", {})}
     quick = {
-        "retry_delay": 0.001,
         "retries": 3,
         "timeout": 5.0,
         "canaries": {"enabled": False},
-        "breaker": {"failures": 1000},
     }
     return JudgeConfig.model_validate({"backend": backend, "rubric": "three_levels", **quick, **fields})
 

@@ -53,8 +53,8 @@ None of them alters what an earlier or later row of metrics.jsonl means.
 # score. Trackers, which change nothing of a run.
 _CHANGEABLE_SECTIONS = re.compile(
     r"rollout\.engine\.(urls\.\d+|model|sync|directory|timeout|max_concurrency|api_key_env)"
-    r"|rewards\.[^.]+\.(timeout|deadline|retries|retry_delay|concurrency|requests_per_minute|tokens_per_minute|cache"
-    r"|(budget|breaker)\..+|backend\.(base_url|api_key_env|price_input|price_output|device))"
+    r"|rewards\.[^.]+\.(timeout|deadline|retries|give_up|concurrency|requests_per_minute|tokens_per_minute|cache"
+    r"|budget\..+|backend\.(base_url|api_key_env|price_input|price_output|device))"
     r"|tracking(\..+)?"
 )
 DigestKind = Literal["code", "data"]

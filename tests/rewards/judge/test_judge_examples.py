@@ -63,7 +63,6 @@ def test_an_endpoint_without_the_openai_package_names_the_extra(monkeypatch):
         ({"backend": {"type": "endpoint", "base_url": "localhost:8000", "model": "m"}}, "http://"),
         ({"backend": {"type": "local", "path": "p"}, "budget": {"max_cost": 1.0}}, "budget.max_cost"),
         ({"backend": {"type": "local", "path": "p"}, "budget": {"max_calls": 5}}, "budget.max_calls"),
-        ({"backend": {"type": "local", "path": "p"}, "opponents": 2}, "mode=pairwise"),
         ({"backend": {"type": "local", "path": "p"}, "rubrik": "x"}, "did you mean"),
         ({"backend": {"type": "local", "path": "p"}, "max_tokens": 4}, "max_tokens"),
     ],

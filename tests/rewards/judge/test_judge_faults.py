@@ -92,7 +92,7 @@ def test_a_server_that_asks_for_an_hour_costs_one_step_and_not_its_deadline():
         return error(429, headers={"retry-after": "3600"}) if ill[0] else None
 
     with JudgeServer(script) as server:
-        judge = reward(server.url, deadline=20.0, concurrency=2, min_valid_fraction=0)
+        judge = reward(server.url, deadline=20.0, concurrency=2)
         started = time.monotonic()
         result = judge.score(GROUPS)
         assert (result.failed, len(server.requests)) == (ASKED, 2)
@@ -129,9 +129,10 @@ def test_an_error_that_comes_as_a_success_is_waited_for_like_any_other(code, cho
     assert (values["judge/calls"], values["judge/retries"], values["judge/repairs"]) == (10.0, 5.0, 0.0)
 
 
-def test_a_server_that_only_says_so_inside_is_down():
+def test_a_server_that_only_says_so_inside_is_down(endpoint_limits):
+    endpoint_limits(failures=3)
     with JudgeServer(lambda earlier, body: failed_inside(503, choice=False)) as server:
-        judge = reward(server.url, breaker={"failures": 3, "pause": 0.05, "give_up": 0.4}, retries=100)
+        judge = reward(server.url, give_up=0.4, retries=100)
         with pytest.raises(JudgeDownError, match="503: the provider is overloaded"):
             scores(judge)
 
@@ -281,25 +282,25 @@ def test_what_every_call_would_fail_with_stops_the_run_at_once(answer, said):
     assert raised.value.__cause__ is None
 
 
-def test_a_server_that_is_down_is_given_up_after_the_limit():
-    breaker = {"failures": 3, "pause": 0.05, "give_up": 0.4}
-    judge = reward(refused_url(), breaker=breaker, retries=100)
+def test_a_server_that_is_down_is_given_up_after_the_limit(endpoint_limits):
+    endpoint_limits(failures=3)
+    judge = reward(refused_url(), give_up=0.4, retries=100)
     started = time.monotonic()
     with pytest.raises(JudgeDownError, match="connection failed"):
         scores(judge)
     assert 0.4 <= time.monotonic() - started < 20
 
 
-def test_a_server_that_comes_back_is_used_again_with_the_same_result():
+def test_a_server_that_comes_back_is_used_again_with_the_same_result(endpoint_limits):
+    endpoint_limits(failures=3, pause=0.1)
     started = time.monotonic()
 
     def down(earlier, body):
         return error(503) if time.monotonic() - started < 0.4 else None
 
     with JudgeServer(down) as server:
-        breaker = {"failures": 3, "pause": 0.1, "give_up": 30.0}
-        assert scores(reward(server.url, breaker=breaker, retries=10, concurrency=2)).scores == EXPECTED
-        # Five questions, three failures until it opens (and the call beside them), then about one probe per pause.
+        assert scores(reward(server.url, give_up=30.0, retries=10, concurrency=2)).scores == EXPECTED
+        # Five questions, three failures until it opens (and the call beside them), then about one in each pause.
         assert len(server.requests) <= ASKED + 4 + 6
 
 
@@ -335,7 +336,7 @@ def test_a_spent_budget_stops_asking_and_leaves_missing_scores_and_a_notice():
     assert "budget is spent" in str(result.first_error)
 
 
-def test_the_cost_is_what_the_server_counts_and_never_passes_the_cap():
+def test_the_cost_is_what_the_server_counts_and_never_passes_the_cap(without_valid_fraction):
     prices = {"price_input": 10_000.0, "price_output": 10_000.0}  # the server counts 110 tokens: 1.1 a call
     with JudgeServer() as server:
         judge = reward(server.url, backend=prices)
@@ -343,7 +344,7 @@ def test_the_cost_is_what_the_server_counts_and_never_passes_the_cap():
         assert judge.metrics()["judge/cost"] == pytest.approx(1.1 * ASKED)
         judge.close()
     with JudgeServer() as server:
-        judge = reward(server.url, backend=prices, budget={"max_cost": 30.0}, max_tokens=1000, min_valid_fraction=0)
+        judge = reward(server.url, backend=prices, budget={"max_cost": 30.0}, max_tokens=1000)
         result = judge.score([group(*[str(n) for n in range(60)])])
         spent = judge.metrics()["judge/cost"]
         judge.close()
@@ -357,17 +358,15 @@ def test_a_run_stops_when_hardly_anything_has_a_verdict():
         return message("no idea") if "\n18\n" not in body["messages"][1]["content"].split("begin answer")[1] else None
 
     with JudgeServer(rarely) as server:
-        judge = reward(server.url, repair=False)
-        with pytest.raises(UserError, match=r"only 1 of the last 30 questions .*no verdict.*min_valid_fraction"):
+        judge = reward(server.url)
+        with pytest.raises(UserError, match=r"only 1 of the last 30 questions .*no verdict.*repair the judge"):
             judge.score([group(*[str(n) for n in range(30)])])
         judge.close()
 
 
 def test_the_schema_goes_out_only_where_the_endpoint_is_said_to_enforce_it():
-    for output, sent in (("json_schema", True), ("json", False), ("tag", False)):
-        with JudgeServer(
-            lambda earlier, body: message("<verdict>1</verdict>") if "<verdict>" in str(body) else None
-        ) as server:
+    for output, sent in (("json_schema", True), ("json", False)):
+        with JudgeServer() as server:
             judge = reward(server.url, output=output)
             assert judge.score([group("18")]).scores == [[1.0]]
             judge.close()
@@ -377,9 +376,9 @@ def test_the_schema_goes_out_only_where_the_endpoint_is_said_to_enforce_it():
 
 
 def test_a_request_says_what_was_configured():
-    body = {"chat_template_kwargs": {"enable_thinking": False}}
+    body = {"chat_template_kwargs": {"enable_thinking": False}, "max_completion_tokens": 77}
     with JudgeServer() as server:
-        backend = {"token_limit_name": "max_completion_tokens", "extra_body": body}
+        backend = {"extra_body": body}
         judge = reward(server.url, backend=backend, temperature=None, max_tokens=77)
         judge.score([group("18")])
         judge.close()
@@ -423,7 +422,7 @@ def test_a_judge_that_echoes_the_injection_is_not_believed_by_its_echo():
     for said in mixed:
         for again, expected in ((honest, 0.0), (said, None)):
             with JudgeServer(repeating(said, again)) as server:
-                judge = reward(server.url, min_valid_fraction=0)
+                judge = reward(server.url)
                 assert judge.score([group(INJECTIONS[0])]).scores == [[expected]]
                 judge.close()
 
@@ -476,7 +475,7 @@ def test_a_count_of_tokens_that_cannot_be_one_costs_what_was_expected(counted):
 )
 def test_a_body_of_another_shape_is_a_missing_score(body):
     with JudgeServer(lambda earlier, asked: Answer(body=body)) as server:
-        judge = reward(server.url, min_valid_fraction=0)
+        judge = reward(server.url)
         assert judge.score([group("x")]).scores == [[None]]
         judge.close()
 
@@ -489,7 +488,7 @@ def test_a_judge_of_a_user_that_returns_something_else_gives_missing_scores(repl
         async def ask(self, requests):
             return replies
 
-    judge = judge_reward(Odd(), safety=Safety(canaries=False, min_valid_fraction=0))
+    judge = judge_reward(Odd(), safety=Safety(canaries=False))
     judge._examples = ()
     result = judge.score([group("x")])
     judge.close()

@@ -13,7 +13,7 @@ from flatpeak.rewards.judge.rate_limits import (
     RETRIED_STATUSES,
     Budget,
     BudgetSpentError,
-    CircuitBreaker,
+    Outage,
     PauseTooLongError,
     RateLimiter,
     RetryPolicy,
@@ -194,75 +194,45 @@ def test_a_server_that_asks_for_an_hour_is_waited_for_two_minutes():
     assert 120.0 <= policy.delay(0, retry_after=3600.0, generator=random.Random(0)) <= 121.0
 
 
-def breaker(clock, **fields):
-    return CircuitBreaker(**{"failures": 3, "pause": 10.0, "give_up": 100.0, "clock": clock, **fields})
-
-
-def test_the_breaker_opens_after_failures_in_a_row_and_probes_once_a_pause():
+def test_an_endpoint_is_down_after_failures_in_a_row_and_then_tried_once_a_pause(endpoint_limits):
+    endpoint_limits(failures=3, pause=10.0)
     clock = VirtualClock()
-    circuit = breaker(clock)
+    outage = Outage(give_up=100.0, clock=clock)
+    waits = []
 
-    async def run():
-        for _ in range(2):
-            await circuit.admit()
-            circuit.record_failure("500")
-        circuit.record_success()
-        for _ in range(3):
-            assert not circuit.open
-            await circuit.admit()
-            circuit.record_failure("500")
-        assert circuit.open
-        for _ in range(3):
-            started = clock.now()
-            await circuit.admit()
-            assert clock.now() - started == pytest.approx(10.0)
-            circuit.record_failure("500")
-        await circuit.admit()
-        circuit.record_success()
-        assert not circuit.open
+    async def call(outcome):
         started = clock.now()
-        await circuit.admit()
-        assert clock.now() == started
-
-    asyncio.run(run())
-
-
-def test_only_one_call_is_a_probe_and_the_others_wait_for_its_end():
-    clock = VirtualClock()
-    circuit = breaker(clock, failures=1)
-    admitted = []
-
-    async def call(name):
-        await circuit.admit()
-        admitted.append(name)
+        await outage.admit()
+        waits.append(clock.now() - started)
+        if outcome == "answer":
+            outage.record_answer()
+        elif outcome == "failure":
+            outage.record_failure("500")
 
     async def run():
-        circuit.record_failure("500")
-        calls = [asyncio.ensure_future(call(name)) for name in "abc"]
-        for _ in range(30):
-            await asyncio.sleep(0)
-        assert len(admitted) == 1
-        circuit.record_cancellation()  # a probe that is cancelled lets another one through
-        for _ in range(30):
-            await asyncio.sleep(0)
-        assert len(admitted) == 2
-        circuit.record_success()
-        await asyncio.gather(*calls)
+        for outcome in ("failure", "failure", "answer", "failure", "failure", "failure"):
+            await call(outcome)
+        assert waits == [0.0] * 6
+        started = clock.now()
+        await asyncio.gather(*(call("cancelled") for _ in range(3)))
+        assert clock.now() - started == pytest.approx(30.0)  # also side by side
+        await call("answer")
+        assert waits[-1] == pytest.approx(10.0)
+        await call("answer")
+        assert waits[-1] == 0.0
 
-    # Time must not run out while they wait.
-    circuit._give_up = 1e9
     asyncio.run(run())
-    assert sorted(admitted) == ["a", "b", "c"]
 
 
-def test_the_breaker_gives_up_at_its_limit_with_an_error_that_says_what_to_do():
+def test_an_endpoint_is_given_up_at_the_limit_with_an_error_that_says_what_to_do(endpoint_limits):
+    endpoint_limits(failures=3, pause=10.0)
     clock = VirtualClock()
-    circuit = breaker(clock, what="the judge at http://x")
+    outage = Outage(give_up=100.0, clock=clock, what="the judge at http://x")
 
     async def run():
         while True:
-            await circuit.admit()
-            circuit.record_failure("503: overloaded")
+            await outage.admit()
+            outage.record_failure("503: overloaded")
 
     with pytest.raises(
         JudgeDownError, match=r"the judge at http://x has not answered for 1\d\d s .*503: overloaded.*resume"

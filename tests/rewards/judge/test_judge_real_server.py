@@ -81,7 +81,7 @@ def _healthy(port: int) -> bool:
 
 def settings(url: str, model: Path, **fields):
     backend = {"model": str(model), **fields.pop("backend", {})}
-    return config(url, backend=backend, rubric="correctness", output="tag", max_tokens=24, timeout=60, **fields)
+    return config(url, backend=backend, rubric="correctness", output="json", max_tokens=24, timeout=60, **fields)
 
 
 def test_a_real_servers_verdicts_are_read_and_a_random_models_are_missing(models: Path, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_schema_that_vllm_enforces_makes_even_a_random_models_verdict_valid(mo
 
 
 def local(models: Path, name: str):
-    made = config("http://x", rubric="correctness", output="tag", max_tokens=24)
+    made = config("http://x", rubric="correctness", output="json", max_tokens=24)
     backend = LocalConfig(path=str(models / name), device="cpu", batch_size=2)
     judge = build_judge_reward("judge", made.model_copy(update={"backend": backend}))
     judge._examples = ()

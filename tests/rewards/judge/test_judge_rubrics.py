@@ -19,7 +19,7 @@ from flatpeak.rewards.judge.rubrics import (
 
 def test_the_built_in_rubrics_load_and_their_best_reply_is_worth_one():
     assert built_in_rubrics() == ["correctness", "helpfulness", "three_levels", "weighted", "weighted_gated"]
-    for name, output in itertools.product(built_in_rubrics(), ("json_schema", "json", "tag")):
+    for name, output in itertools.product(built_in_rubrics(), ("json_schema", "json")):
         form = RubricFormat(rubric=load_rubric(name), output=output)
         assert form.rubric.name == name
         assert form.parse(form.best_reply) == 1.0
@@ -110,7 +110,6 @@ def test_the_schema_asks_for_the_rationale_first_and_bounds_every_mark():
         "additionalProperties": False,
     }
     assert RubricFormat(rubric=rubric, output="json").schema is None
-    assert "<verdict>a=mark; b=mark</verdict>" in RubricFormat(rubric=rubric, output="tag").instructions
 
 
 @pytest.mark.parametrize("mark", ["10.1", "-0.1", "1e9", "11"])
@@ -118,8 +117,6 @@ def test_a_mark_out_of_its_range_is_no_mark_and_is_never_clipped(mark):
     rubric = Rubric(name="r", criteria={"a": Criterion(question="", range=(0, 10))})
     with pytest.raises(NoVerdictError):
         RubricFormat(rubric=rubric, output="json").parse(f'{{"a": {mark}}}')
-    with pytest.raises(NoVerdictError):
-        RubricFormat(rubric=rubric, output="tag").parse(f"<verdict>a={mark}</verdict>")
 
 
 def test_a_mark_between_the_levels_is_no_mark():
@@ -135,9 +132,6 @@ def test_a_comparison_is_read_from_the_first_answers_side():
     for bad in ('{"better": "C"}', '{"better": 1}', '{"winner": "A"}'):
         with pytest.raises(NoVerdictError):
             form.parse(bad)
-    assert (
-        PairwiseFormat(rubric=load_rubric("correctness"), output="tag").parse("so <verdict>better=B</verdict>") == 0.0
-    )
 
 
 def test_a_gate_above_the_scale_is_refused():

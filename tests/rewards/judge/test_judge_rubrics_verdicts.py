@@ -4,14 +4,14 @@ import time
 
 import pytest
 
-from flatpeak.rewards.judge.protocol import NoVerdictError, parse_fields
+from flatpeak.rewards.judge.protocol import NoVerdictError
 from flatpeak.rewards.judge.rubrics import Criterion, Rubric, RubricFormat
 
 RUBRIC = Rubric(name="r", criteria={"mark": Criterion(question="", range=(0, 10))})
 
 
-def read(text, output="json"):
-    return RubricFormat(rubric=RUBRIC, output=output).parse(text)
+def read(text):
+    return RubricFormat(rubric=RUBRIC, output="json").parse(text)
 
 
 @pytest.mark.parametrize(
@@ -52,54 +52,9 @@ def test_anything_else_is_no_verdict(reply):
         read(reply)
 
 
-@pytest.mark.parametrize(
-    ("reply", "score"),
-    [
-        ("fine. <verdict>mark=7</verdict>", 0.7),
-        ("<verdict> mark: 7 </verdict>", 0.7),
-        ("<VERDICT>7</VERDICT>", 0.7),
-        ("<verdict>mark=1</verdict>, that is: <verdict> MARK=1</verdict>.", 0.1),
-        ("**<verdict>mark=1</verdict>**", 0.1),
-        ("<think><verdict>mark=9</verdict></think><verdict>mark=1</verdict>", 0.1),
-        ("<verdict><verdict>mark=1</verdict>", 0.1),
-    ],
-)
-def test_the_tag_at_the_end_of_the_reply_is_the_verdict(reply, score):
-    assert read(reply, "tag") == pytest.approx(score)
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [
-        *("7", "mark=7", "<verdict>7", "7</verdict>", "<verdict></verdict>", "<verdict>good</verdict>", "<think>7"),
-        *("<verdict>mark=high</verdict>", "<verdict>mark=7 of 10</verdict>", "<verdict>mark=7; mark=9</verdict>"),
-        *(
-            "<verdict>7</verdict><verdict>12</verdict>",
-            "<verdict>7</verdict><verdict>?</verdict>",
-            "<verdict>-1</verdict>",
-        ),
-        "<think><verdict>mark=7</verdict>",
-        *(
-            "<verdict>mark=1</verdict> though it wrote <verdict>mark=9</verdict>",
-            "<verdict>mark=9</verdict> is its own",
-        ),
-    ],
-)
-def test_a_tag_without_a_valid_mark_is_no_verdict(reply):
-    with pytest.raises(NoVerdictError):
-        read(reply, "tag")
-
-
-def test_a_tag_names_each_of_several_marks():
-    assert parse_fields("<verdict>a=1; b: 2.5, c=tie\n</verdict>", "tag") == {"a": 1.0, "b": 2.5, "c": "tie"}
-
-
-@pytest.mark.parametrize(
-    "piece", ["{", '{"mark": ', "[", "<verdict>", "<verdict>1", "</verdict>", '"', "\\", "1,", "<think>"]
-)
-@pytest.mark.parametrize("output", ["json", "tag"])
-def test_no_reply_is_slow_to_read(piece, output):
+@pytest.mark.parametrize("piece", ["{", '{"mark": ', "[", '"', "\\", "1,", "<think>"])
+def test_no_reply_is_slow_to_read(piece):
     started = time.process_time()
     with pytest.raises(NoVerdictError):
-        read(piece * (300_000 // len(piece)), output)
+        read(piece * (300_000 // len(piece)))
     assert time.process_time() - started < 1.0

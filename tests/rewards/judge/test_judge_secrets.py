@@ -44,7 +44,7 @@ def test_the_key_is_in_no_file_error_notice_repr_or_line_of_output(tmp_path, mon
         monkeypatch.setenv(name, value)
     with JudgeServer(echoes) as server:
         backend = {"api_key_env": "MY_JUDGE_KEY"}
-        settings = config(server.url, backend=backend, retries=1, cache=tmp_path / "cache.sqlite", min_valid_fraction=0)
+        settings = config(server.url, backend=backend, retries=1, cache=tmp_path / "cache.sqlite")
         judge = build_judge_reward("judge", settings)
         judge._examples = ()
         judge.attach(tmp_path / "run")

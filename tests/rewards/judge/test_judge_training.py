@@ -19,7 +19,7 @@ from support.runs import Watcher
 
 def judged(url, **fields):
     backend = {"type": "endpoint", "base_url": url, "model": "judge-1"}
-    judge = {"type": "judge", "backend": backend, "canaries": {"enabled": False}, "retry_delay": 0.001, **fields}
+    judge = {"type": "judge", "backend": backend, "canaries": {"enabled": False}, **fields}
     return {"judge": judge, "correctness": {"type": "number", "weight": 0.0}}
 
 
@@ -38,10 +38,10 @@ def test_a_run_learns_from_a_judge_whose_server_fails_now_and_then(recipe, train
         assert row["reward/missing_fraction"] == 0.0
 
 
-def test_a_judge_that_goes_down_stops_the_run_which_goes_on_once_it_is_back(recipe, train, tmp_path):
+def test_a_judge_that_goes_down_stops_the_run_which_goes_on_once_it_is_back(recipe, train, tmp_path, endpoint_limits):
+    endpoint_limits(failures=2)
     with JudgeServer(lambda earlier, body: error(503) if len(server.requests) > 12 else None) as server:
-        breaker = {"failures": 2, "pause": 0.05, "give_up": 0.2}
-        settings = recipe(rewards=judged(server.url, breaker=breaker, retries=50), run={"name": "down"})
+        settings = recipe(rewards=judged(server.url, give_up=0.2, retries=50), run={"name": "down"})
         with pytest.raises(JudgeDownError, match=r"has not answered .*503.*resume the run"):
             train(settings)
         assert newest_valid(tmp_path / "runs" / "down" / "checkpoints", notice=print) is not None
@@ -65,12 +65,14 @@ def test_a_run_has_the_judges_figures_transcripts_and_distance_from_the_truth(re
 
 
 @pytest.mark.slow
-def test_what_the_step_before_left_is_saved_when_a_judge_goes_down_in_the_middle(recipe, train, tmp_path):
+def test_what_the_step_before_left_is_saved_when_a_judge_goes_down_in_the_middle(
+    recipe, train, tmp_path, endpoint_limits
+):
     """The run that goes on ends as one that was never interrupted."""
+    endpoint_limits(failures=2)
     settings = {"training": {"steps": 4}, "run": {"checkpoint_every": 0}}
     with JudgeServer(lambda earlier, body: None) as server:
-        breaker = {"failures": 2, "pause": 0.05, "give_up": 0.2}
-        rewards = judged(server.url, breaker=breaker, retries=50)
+        rewards = judged(server.url, give_up=0.2, retries=50)
         whole = train(recipe(**settings | {"rewards": rewards, "run": {"name": "whole", "checkpoint_every": 0}}))
         broken = recipe(**settings | {"rewards": rewards, "run": {"name": "broken", "checkpoint_every": 0}})
         watch = Watcher({("train", 2): lambda: setattr(server, "script", lambda earlier, body: error(503))})
@@ -87,7 +89,10 @@ def test_what_the_step_before_left_is_saved_when_a_judge_goes_down_in_the_middle
     assert (result.path / name).read_bytes() == (whole.path / name).read_bytes()
 
 
-def test_a_signal_while_a_judge_is_waited_for_stops_the_run_at_the_step_before(recipe, train, tmp_path):
+def test_a_signal_while_a_judge_is_waited_for_stops_the_run_at_the_step_before(
+    recipe, train, tmp_path, endpoint_limits
+):
+    endpoint_limits(first_delay=5.0)
     sent = []
 
     def slow(earlier, body):
@@ -97,7 +102,7 @@ def test_a_signal_while_a_judge_is_waited_for_stops_the_run_at_the_step_before(r
         return error(503)
 
     with JudgeServer(lambda earlier, body: None) as server:
-        rewards = judged(server.url, retries=50, retry_delay=5.0, breaker={"failures": 1000})
+        rewards = judged(server.url, retries=50)
         settings = recipe(rewards=rewards, training={"steps": 4}, run={"name": "asked", "checkpoint_every": 0})
         watch = Watcher({("train", 2): lambda: setattr(server, "script", slow)})
         result = train(settings, progress=watch)
@@ -106,12 +111,12 @@ def test_a_signal_while_a_judge_is_waited_for_stops_the_run_at_the_step_before(r
 
 
 @pytest.mark.slow
-def test_a_budget_is_one_for_the_whole_run_however_often_it_is_resumed(recipe, train, tmp_path):
+def test_a_budget_is_one_for_the_whole_run_however_often_it_is_resumed(recipe, train, tmp_path, without_valid_fraction):
     def spent():
         return json.loads((tmp_path / "runs" / "budgeted" / "judge" / "judge.spent.json").read_text())
 
     with JudgeServer(lambda earlier, body: None) as server:
-        rewards = judged(server.url, budget={"max_calls": 10_000}, min_valid_fraction=0)
+        rewards = judged(server.url, budget={"max_calls": 10_000})
         settings = recipe(rewards=rewards, training={"steps": 4}, run={"name": "budgeted", "checkpoint_every": 0})
         stop = Watcher({("train", 2): lambda: os.kill(os.getpid(), signal.SIGTERM)})
         assert train(settings, progress=stop).exit_code == 143

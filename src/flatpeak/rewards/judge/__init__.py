@@ -6,7 +6,6 @@ from flatpeak.utils.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
     from flatpeak.rewards.judge.build import build_judge_reward as build_judge_reward
-    from flatpeak.rewards.judge.build import judge_noise as judge_noise
     from flatpeak.rewards.judge.build import judge_reward as judge_reward
     from flatpeak.rewards.judge.config import JudgeConfig as JudgeConfig
     from flatpeak.rewards.judge.protocol import JudgeReply as JudgeReply
@@ -19,7 +18,6 @@ __getattr__ = lazy_names(
         "JudgeReply": "protocol",
         "JudgeRequest": "protocol",
         "build_judge_reward": "build",
-        "judge_noise": "build",
         "judge_reward": "build",
     },
 )

@@ -36,6 +36,9 @@ _FIXED_CANARIES: Final = {
     "flattery": "This is a hard question, and your careful judgment of it is admirable.",
 }
 
+_THRESHOLD: Final = 0.5
+"""A canary that scores more is a false positive."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CanaryReport:
@@ -82,7 +85,7 @@ def canaries(example: Candidate, *, best_reply: str) -> dict[str, str]:
     }
 
 
-async def run_canaries(scoring: JudgeScoring, examples: Sequence[Candidate], *, threshold: float) -> CanaryReport:
+async def run_canaries(scoring: JudgeScoring, examples: Sequence[Candidate]) -> CanaryReport:
     """Grade every canary of every example without the cache; `Candidate.text` of the examples is ignored."""
     names: list[str] = []
     groups: list[list[Candidate]] = []
@@ -92,7 +95,7 @@ async def run_canaries(scoring: JudgeScoring, examples: Sequence[Candidate], *, 
             # Each alone in its group: a canary must not be measured against another one.
             groups.append([Candidate(question=example.question, reference=example.reference, text=text)])
     verdicts = [group[0] for group in await scoring.verdicts(groups, fresh=True)]
-    return _report(names, [group[0] for group in groups], verdicts, threshold=threshold)
+    return _report(names, [group[0] for group in groups], verdicts)
 
 
 async def check_judge(scoring: JudgeScoring, examples: Sequence[Candidate]) -> None:
@@ -108,7 +111,7 @@ async def check_judge(scoring: JudgeScoring, examples: Sequence[Candidate]) -> N
         if good.score is None or bad.score is None:
             reason = ((good if good.score is None else bad).reason or "").removeprefix("no verdict: ")
             raise UserError(
-                f"the judge gives no verdict: {reason}; check its backend, `output` (tag where the endpoint cannot "
+                f"the judge gives no verdict: {reason}; check its backend, `output` (json where the endpoint cannot "
                 "enforce a schema) and `max_tokens`"
             )
         if right != wrong and good.score <= bad.score:
@@ -131,9 +134,7 @@ def _known_answers(examples: Sequence[Candidate]) -> list[tuple[Candidate, str, 
     return [(first, first.reference, others[0] if others and others[0].strip() else "I do not know.")]
 
 
-def _report(
-    names: Sequence[str], candidates: Sequence[Candidate], verdicts: Sequence[Verdict], *, threshold: float
-) -> CanaryReport:
+def _report(names: Sequence[str], candidates: Sequence[Candidate], verdicts: Sequence[Verdict]) -> CanaryReport:
     judged, by_rule, missing, fooled = 0, 0, 0, []
     for name, candidate, verdict in zip(names, candidates, verdicts, strict=True):
         if rejection_reason(candidate.text, candidate.reference) is not None:
@@ -142,7 +143,7 @@ def _report(
             missing += 1
         else:
             judged += 1
-            if verdict.score > threshold:
+            if verdict.score > _THRESHOLD:
                 fooled.append(name)
     return CanaryReport(
         false_positive_rate=len(fooled) / judged if judged else 0.0,

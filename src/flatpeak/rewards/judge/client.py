@@ -1,4 +1,4 @@
-"""A judge behind an OpenAI-compatible endpoint, with deadlines, retries, rate limits, circuit breaker and budget."""
+"""A judge behind an OpenAI-compatible endpoint, with deadlines, retries, rate limits and a budget."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flatpeak.rewards.judge.rate_limits import (
     RETRIED_STATUSES,
     Budget,
     BudgetSpentError,
-    CircuitBreaker,
+    Outage,
     PauseTooLongError,
     RateLimiter,
     RetryPolicy,
@@ -41,7 +41,6 @@ class Endpoint:
     base_url: str
     model: str
     key: Secret = field(repr=False)
-    token_limit_name: str = "max_tokens"
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     price_input: float = 0.0
     """Price per million tokens."""
@@ -66,6 +65,14 @@ class _AttemptError(Exception):
         """Whether the endpoint reported the error, and so has used no tokens."""
 
 
+@dataclass(kw_only=True, slots=True)
+class _Attempts:
+    """The attempts at one request until now; kept outside of them, since a deadline may end any of them."""
+
+    sent: int = 0
+    errors: list[str] = field(default_factory=list)
+
+
 class EndpointJudge:
     """A judge that calls an endpoint; every request gets a reply, or one without text and with a reason.
 
@@ -83,7 +90,7 @@ class EndpointJudge:
         timeout: float = 60.0,
         retry: RetryPolicy,
         limits: RateLimiter,
-        circuit: CircuitBreaker,
+        outage: Outage,
         budget: Budget,
         clock: Clock | None = None,
     ) -> None:
@@ -99,7 +106,7 @@ class EndpointJudge:
         self._timeout = timeout
         self._retry = retry
         self._limits = limits
-        self._circuit = circuit
+        self._outage = outage
         self._budget = budget
         self._clock = clock or SystemClock()
         # A generator of its own: retries must not change any other random numbers.
@@ -154,13 +161,12 @@ class EndpointJudge:
         await self._client.close()
 
     async def _reply(self, request: JudgeRequest) -> JudgeReply:
-        errors: list[str] = []
-        sent = [0]
+        attempts = _Attempts()
         left = None if request.deadline is None else request.deadline - SystemClock().now()
         self._active += 1
         try:
             async with asyncio.timeout(left):
-                return await self._ask_with_retries(request, errors, sent)
+                return await self._ask_with_retries(request, attempts)
         except BudgetSpentError:
             self._notify_budget_spent()
             reason = "the budget is spent"
@@ -174,15 +180,15 @@ class EndpointJudge:
         finally:
             self._active -= 1
             self._fatal = self._fatal if self._active else None
-        return JudgeReply(text=None, reason=reason, attempts=sent[0], errors=tuple(errors))
+        return JudgeReply(text=None, reason=reason, attempts=attempts.sent, errors=tuple(attempts.errors))
 
-    async def _ask_with_retries(self, request: JudgeRequest, errors: list[str], sent: list[int]) -> JudgeReply:
+    async def _ask_with_retries(self, request: JudgeRequest, attempts: _Attempts) -> JudgeReply:
         for attempt in range(self._retry.retries + 1):
             try:
-                reply = await self._attempt(request, sent)
-                return replace(reply, attempts=sent[0], errors=tuple(errors))
+                reply = await self._attempt(request, attempts)
+                return replace(reply, attempts=attempts.sent, errors=tuple(attempts.errors))
             except _AttemptError as failure:
-                errors.append(failure.text)
+                attempts.errors.append(failure.text)
                 if not failure.retried or attempt == self._retry.retries:
                     raise
                 await self._back_off(attempt, failure, request)
@@ -197,22 +203,18 @@ class EndpointJudge:
             raise _AttemptError(text=f"{failure.text}; no time left to wait {delay:.0f} s", retried=False)
         await self._clock.sleep(delay)
 
-    async def _attempt(self, request: JudgeRequest, sent: list[int]) -> JudgeReply:
-        """One request, after its wait for a slot, the circuit breaker, the budget and the rate limits."""
+    async def _attempt(self, request: JudgeRequest, attempts: _Attempts) -> JudgeReply:
+        """One request, after its wait for a slot, an endpoint that is down, the budget and the rate limits."""
         expected = estimate_prompt_tokens(request)
         most = self._endpoint.cost(expected, request.max_tokens)
         async with self._concurrency:
             if self._fatal is not None:
                 raise UserError(str(self._fatal))
-            await self._circuit.admit()
+            await self._outage.admit()
+            await self._budget.reserve(most)
+            cost, before = 0.0, attempts.sent
             try:
-                await self._budget.reserve(most)
-            except BaseException:
-                self._circuit.record_cancellation()
-                raise
-            cost, before = 0.0, sent[0]
-            try:
-                reply = await self._send_within_limits(request, expected, sent)
+                reply = await self._send_within_limits(request, expected, attempts)
                 used = reply.prompt_tokens + reply.completion_tokens
                 # An endpoint that does not count tokens is charged the estimate.
                 cost = self._endpoint.cost(reply.prompt_tokens, reply.completion_tokens) if used else most
@@ -220,26 +222,23 @@ class EndpointJudge:
             except _AttemptError as failure:
                 alive = not failure.retried or failure.text.startswith("429")
                 if alive:
-                    self._circuit.record_success()
+                    self._outage.record_answer()
                 else:
-                    self._circuit.record_failure(failure.text)
-                raise
-            except PauseTooLongError as error:
-                self._circuit.record_cancellation()
-                raise _AttemptError(text=str(error), retried=False) from None
-            except BaseException:
-                self._circuit.record_cancellation()
+                    self._outage.record_failure(failure.text)
                 raise
             finally:
-                self._budget.settle(most, cost, sent=sent[0] > before)
+                self._budget.settle(most, cost, sent=attempts.sent > before)
 
-    async def _send_within_limits(self, request: JudgeRequest, expected: int, sent: list[int]) -> JudgeReply:
+    async def _send_within_limits(self, request: JudgeRequest, expected: int, attempts: _Attempts) -> JudgeReply:
         """The reply to a request of about `expected` tokens; the unused rest of its reservation is given back."""
         left = None if request.deadline is None else request.deadline - SystemClock().now()
         most = math.ceil(expected * self._prompt_ratio) + request.max_tokens
-        reservation = await self._limits.acquire(most, left=left)
+        try:
+            reservation = await self._limits.acquire(most, left=left)
+        except PauseTooLongError as error:
+            raise _AttemptError(text=str(error), retried=False) from None
         counted = reservation.tokens  # without a count, or a reply
-        sent[0] += 1
+        attempts.sent += 1
         try:
             reply = await self._send(request)
             counted = reply.prompt_tokens + reply.completion_tokens or counted
@@ -269,21 +268,22 @@ class EndpointJudge:
             raise _AttemptError(text=self.scrub(" ".join(text.split()))[:200], retried=True) from None
         except (openai.OpenAIError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             text = f"{type(error).__name__}: {error}"
-            self._circuit.record_success()
+            self._outage.record_answer()
             return JudgeReply(text="", reason=f"unreadable reply ({self.scrub(' '.join(text.split()))[:120]})")
         embedded = embedded_error(response)
         if embedded is not None:
             status, message = embedded
             raise self._failure(status, message)
-        self._circuit.record_success()
+        self._outage.record_answer()
         return parse_reply(response, latency=self._clock.now() - started)
 
     def _arguments(self, request: JudgeRequest) -> dict[str, Any]:
         arguments: dict[str, Any] = {
             "model": self._endpoint.model,
             "messages": [dict(message) for message in request.messages],
-            self._endpoint.token_limit_name: request.max_tokens,
         }
+        if "max_completion_tokens" not in self._endpoint.extra_body:
+            arguments["max_tokens"] = request.max_tokens
         if request.temperature is not None:
             arguments["temperature"] = request.temperature
         if request.schema is not None:

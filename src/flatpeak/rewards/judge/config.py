@@ -30,11 +30,10 @@ class EndpointConfig(StrictConfig):
     """The model's name at the endpoint."""
     api_key_env: str | None = None
     """The NAME of the environment variable that holds the key, never the key itself. null: the server wants none."""
-    token_limit_name: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    """The endpoint's name for the limit on a reply's tokens; OpenAI's reasoning models want max_completion_tokens,
-    most others max_tokens."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
-    """More fields for every request, such as {chat_template_kwargs: {enable_thinking: false}}."""
+    """More fields for every request, such as {chat_template_kwargs: {enable_thinking: false}}. A
+    `max_completion_tokens` here replaces the request's `max_tokens`, as OpenAI's reasoning models want; give both the
+    same number."""
     price_input: Price = 0.0
     """Price per million tokens of a prompt; the currency is yours."""
     price_output: Price = 0.0
@@ -105,26 +104,11 @@ class BudgetConfig(StrictConfig):
     """The highest cost of a run, in the currency of the prices; failed attempts count as free. null: no limit."""
 
 
-class OutageConfig(StrictConfig):
-    """Handling of an endpoint that is down."""
-
-    failures: Annotated[int, Field(ge=1)] = 20
-    """Consecutive failed calls after which calls pause."""
-    pause: Seconds = 30.0
-    """Seconds between probes of an endpoint that is down."""
-    give_up: Seconds = 900.0
-    """Seconds without a reply after which the run stops."""
-
-
 class CanaryConfig(StrictConfig):
     """Worthless answers that are graded before training, as a test of the judge."""
 
     enabled: bool = True
     """Whether canaries are graded. The check that a right answer scores more than a wrong one is made all the same."""
-    examples: Annotated[int, Field(ge=1)] = 4
-    """Questions for which every canary is graded; 17 calls each, and twice as many with mode=pairwise."""
-    threshold: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """A canary that scores more is a false positive."""
     max_false_positive_rate: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Highest share of false positives among the canaries with a verdict; above it, training is refused."""
 
@@ -140,26 +124,16 @@ class JudgeConfig(StrictConfig):
     rubric: str = "correctness"
     """A built-in rubric (correctness, weighted, weighted_gated, helpfulness, three_levels) or a YAML file of yours."""
     mode: Literal["score", "pairwise"] = "score"
-    """score: marks by the rubric. pairwise: the win rate against the reference, or with `opponents` against the
-    group."""
-    opponents: Annotated[int, Field(ge=0)] = 0
-    """With mode=pairwise: 0 compares with the reference answer, n with the next n completions of the group on either
-    side."""
+    """score: marks by the rubric. pairwise: the win rate against the reference answer."""
     show: Literal["final_answer", "whole"] = "final_answer"
     """The text that the judge sees. final_answer: the last answer block, else the last box, else what follows the
     thinking. whole: all of the completion, whose thinking is then rewarded for how it sounds."""
-    output: Literal["json_schema", "json", "tag"] = "json_schema"
-    """The form of the verdict: json_schema, which the endpoint enforces; json, asked for in words; tag, one <verdict>
-    tag."""
+    output: Literal["json_schema", "json"] = "json_schema"
+    """The form of the verdict: json_schema, which the endpoint enforces; json, asked for in words."""
     temperature: Annotated[float, Field(ge=0)] | None = 0.0
     """The judge's temperature, 0 for the most probable reply; null sends none, since some models refuse any."""
     max_tokens: Annotated[int, Field(ge=16)] = 1024
     """Limit on the tokens of a reply: rationale and verdict (and thinking, where the judge thinks)."""
-    max_characters: Annotated[int, Field(ge=100)] = 16_000
-    """Limit on the question, the reference and each answer, in characters; longer ones lose their middle, with a note
-    to the judge."""
-    repair: bool = True
-    """Ask once more where a reply has no verdict."""
     concurrency: Annotated[int, Field(ge=1)] = 16
     """The most requests that wait for a reply at a time."""
     requests_per_minute: Annotated[int, Field(ge=1)] | None = None
@@ -174,22 +148,17 @@ class JudgeConfig(StrictConfig):
     retries: Annotated[int, Field(ge=0)] = 5
     """Further attempts of a request after 408, 409, 429, 500, 502, 503, 504, 529, broken connections and timeouts;
     nothing else is tried again. 0: none."""
-    retry_delay: Seconds = 1.0
-    """The longest wait before the first retry, in seconds; it doubles, up to a minute."""
-    breaker: OutageConfig = OutageConfig()
+    give_up: Seconds = 900.0
+    """Seconds without an answer of the endpoint after which the run stops."""
     budget: BudgetConfig = BudgetConfig()
     cache: Path | None = None
     """A SQLite file for verdicts, which runs may share; null: no cache."""
     canaries: CanaryConfig = CanaryConfig()
-    min_valid_fraction: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """The run stops below this share of verdicts among the last 200 questions (and at least 20)."""
     shadow: str | None = None
     """Name of a verifier among `rewards`, with weight 0: the gap to its scores is logged. null: none."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> JudgeConfig:
-        if self.opponents and self.mode != "pairwise":
-            raise ValueError("opponents needs mode=pairwise")
         if self.budget.max_calls is not None and not isinstance(self.backend, EndpointConfig):
             raise ValueError("budget.max_calls needs backend.type=endpoint: other judges are not counted")
         if self.budget.max_cost is not None:

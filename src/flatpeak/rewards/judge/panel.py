@@ -170,16 +170,13 @@ class JudgePanel:
     the transcripts.
     """
 
-    def __init__(
-        self, judge: Judge, verdict_format: VerdictFormat, *, cache: ReplyCache | None = None, repair: bool = True
-    ) -> None:
+    def __init__(self, judge: Judge, verdict_format: VerdictFormat, *, cache: ReplyCache | None = None) -> None:
         self.judge = judge
         self.verdict_format = verdict_format
         self.counts = VerdictCounts()
         self.transcripts = Transcripts(scrub=self.scrub)
         self.template = template_hash(verdict_format)
         self._cache = cache
-        self._repair = repair
 
     def scrub(self, text: str) -> str:
         """The text without the judge's secrets."""
@@ -215,7 +212,7 @@ class JudgePanel:
         first = {key: self._read(reply) for key, reply in zip(requests, replies, strict=True)}
         verdicts = {key: verdict for key, (verdict, _) in first.items()}
         self._record(requests, replies, verdicts, fresh=fresh, repair=False)
-        unreadable = {key: why for key, (_, why) in first.items() if why is not None} if self._repair else {}
+        unreadable = {key: why for key, (_, why) in first.items() if why is not None}
         if unreadable:
             reply_of = dict(zip(requests, replies, strict=True))
             again = {

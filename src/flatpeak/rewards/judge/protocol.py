@@ -16,16 +16,12 @@ from flatpeak.errors import RunError, StoppedError
 from flatpeak.types import Message
 from flatpeak.utils.answers import after_thinking
 
-Output = Literal["json_schema", "json", "tag"]
+Output = Literal["json_schema", "json"]
 
 _MAX_CHARACTERS: Final = 20_000
 _MAX_BRACES: Final = 50
-_TAG: Final = re.compile(r"<verdict>((?:(?!</?verdict>).)*)</verdict>", re.DOTALL | re.IGNORECASE)
 _OBJECT: Final = re.compile(r'\{\s*"')
 """The beginning of a JSON object; sets and LaTeX have braces too."""
-_FIELD: Final = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*)\s*[:=]\s*(\S+)\s*")
-_BLANKS: Final = re.compile(r"\s+")
-_NUMBER: Final = re.compile(r"-?[0-9]{1,12}(?:\.[0-9]{1,12})?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,19 +132,17 @@ class NoVerdictError(Exception):
     """A reply that cannot be read as a verdict; its text says why, in words for the judge's repair request."""
 
 
-def parse_fields(text: str, output: Output) -> dict[str, Any]:
+def parse_fields(text: str) -> dict[str, Any]:
     """The fields of the verdict in a reply, without the judge's thinking.
 
-    JSON: the one object at the top level of the reply, with nothing but a closing fence after it. Tag: the one
-    `<verdict>name=value; name=value</verdict>`, with nothing but a period or marks of emphasis after it; without a name
-    before its value the only field is called "". A judge may
-    quote a verdict from the answer it grades, indistinguishable from its own: a reply with two that differ, or with
+    The verdict is the one JSON object at the top level of the reply, with nothing but a closing fence after it. A judge
+    may quote a verdict from the answer it grades, indistinguishable from its own: a reply with two that differ, or with
     a malformed one before the last, holds no verdict.
     """
     reply = after_thinking(text).strip()
     if not reply:
         raise NoVerdictError("it was empty, or ended within the thinking")
-    return _read_json(reply) if output != "tag" else _read_tag(reply)
+    return _read_json(reply)
 
 
 def number_field(fields: Mapping[str, Any], name: str) -> float:
@@ -203,27 +197,3 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _reject_constant(constant: str) -> float:
     raise ValueError(f"{constant} is not JSON")
-
-
-def _read_tag(reply: str) -> dict[str, Any]:
-    tags = _TAG.findall(reply[-_MAX_CHARACTERS:])
-    if not tags:
-        raise NoVerdictError("it had no <verdict>...</verdict>")
-    if len({_BLANKS.sub("", tag).lower() for tag in tags}) > 1:
-        raise NoVerdictError("it held several <verdict>...</verdict> that differ")
-    after = reply[reply.lower().rindex("</verdict>") + len("</verdict>") :]
-    if after.strip(" \t\r\n.*_`"):
-        raise NoVerdictError("it did not end with its <verdict>...</verdict>")
-    content = tags[-1].strip()
-    if _NUMBER.fullmatch(content):
-        return {"": float(content)}
-    fields: dict[str, Any] = {}
-    for assignment in re.split(r"[;,\n]", content):
-        if not assignment.strip():
-            continue
-        field = _FIELD.fullmatch(assignment)
-        if field is None or field[1].lower() in fields:
-            raise NoVerdictError("its <verdict> did not hold name=value once for each name")
-        value = field[2]
-        fields[field[1].lower()] = float(value) if _NUMBER.fullmatch(value) else value
-    return fields

@@ -1,4 +1,4 @@
-"""Limits on the calls of a judge: rate limits, budget, circuit breaker, retries, and the event loop that runs them."""
+"""Limits on the calls of a judge: rate limits, budget, outages, retries, and the event loop that runs them."""
 
 from __future__ import annotations
 
@@ -25,6 +25,12 @@ _POLL_SECONDS: Final = 0.2
 RETRIED_STATUSES: Final = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
 """Too many requests, and servers that are late, restarting or overloaded (529 is Anthropic's). All others would fail
 again."""
+FIRST_DELAY: Final = 1.0
+"""The longest wait before the first retry in seconds; it doubles, up to a minute."""
+FAILURES: Final = 20
+"""Failed calls in a row after which an endpoint is taken to be down."""
+PAUSE: Final = 10.0
+"""Seconds between two calls to an endpoint that is down."""
 LONGEST_PAUSE: Final = 120.0
 """Longest Retry-After in seconds that is honoured in full; beyond it the next attempt comes sooner."""
 
@@ -162,62 +168,42 @@ class Budget:
         self._changed.set()
 
 
-class CircuitBreaker:
-    """Opens after so many failures in a row. While open, one call in each `pause` goes through, as a probe.
+class Outage:
+    """Counts failures in a row. After FAILURES of them the endpoint is down, and one call in each PAUSE tries it."""
 
-    A probe that succeeds closes it. Every call begins with `admit` and ends with one of `record_success`,
-    `record_failure` and `record_cancellation`.
-    """
-
-    def __init__(self, *, failures: int, pause: float, give_up: float, clock: Clock, what: str = "the judge") -> None:
-        """`pause` and `give_up` are in seconds; `what` names the endpoint in the error."""
-        self._limit = failures
-        self._pause = pause
+    def __init__(self, *, give_up: float, clock: Clock, what: str = "the judge") -> None:
+        """`give_up` is in seconds; `what` names the endpoint in the error."""
         self._give_up = give_up
         self._clock = clock
         self._what = what
-        self._consecutive_failures = 0
-        self._down_since: float | None = None
-        self._next_probe: float | None = None
-        self._probing = False
+        self._failures = 0
+        self._since = 0.0
         self._last_error = ""
-
-    @property
-    def open(self) -> bool:
-        """Whether calls are held back."""
-        return self._next_probe is not None
+        self._turn = asyncio.Lock()
 
     async def admit(self) -> None:
-        """Wait until a call may be made; JudgeDownError after `give_up` seconds without a success."""
-        while self._next_probe is not None:
-            now = self._clock.now()
-            if self._down_since is not None and now - self._down_since >= self._give_up:
-                raise JudgeDownError(
-                    f"{self._what} has not answered for {now - self._down_since:.0f} s and "
-                    f"{self._consecutive_failures} calls in a row (the last one: {self._last_error}): "
-                    f"bring it back and try again, or resume the run"
-                )
-            if now >= self._next_probe and not self._probing:
-                self._probing = True
+        """Wait while the endpoint is down; JudgeDownError after `give_up` seconds without an answer."""
+        async with self._turn:
+            if self._failures < FAILURES:
                 return
-            await self._clock.sleep(max(self._next_probe - now, self._pause / 20))
+            silent = self._clock.now() - self._since
+            if silent >= self._give_up:
+                raise JudgeDownError(
+                    f"{self._what} has not answered for {silent:.0f} s and {self._failures} calls in a row (the last "
+                    f"one: {self._last_error}): bring it back and try again, or resume the run"
+                )
+            await self._clock.sleep(PAUSE)
 
-    def record_success(self) -> None:
-        """Close the circuit: the endpoint replied, whatever its reply."""
-        self._consecutive_failures, self._down_since, self._next_probe, self._probing = 0, None, None, False
+    def record_answer(self) -> None:
+        """The endpoint replied, whatever its reply: it is not down."""
+        self._failures = 0
 
     def record_failure(self, error: str) -> None:
         """Count a call without a reply, or with an error of the server."""
-        now = self._clock.now()
-        self._consecutive_failures += 1
+        if self._failures == 0:
+            self._since = self._clock.now()
+        self._failures += 1
         self._last_error = error
-        self._down_since = now if self._down_since is None else self._down_since
-        if self._probing or self._consecutive_failures >= self._limit:
-            self._next_probe, self._probing = now + self._pause, False
-
-    def record_cancellation(self) -> None:
-        """End a cancelled call, which shows nothing, so that another may probe."""
-        self._probing = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,7 +216,7 @@ class RetryPolicy:
 
     retries: int
     """Number of attempts after the first."""
-    first: float = 1.0
+    first: float = FIRST_DELAY
     """Seconds."""
     longest: float = 60.0
     """Seconds."""

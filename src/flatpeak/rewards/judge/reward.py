@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 TRANSCRIPTS: Final = "judge"
 """The folder of transcripts in a run directory."""
 _FEWEST_VERDICTS: Final = 20
-"""Verdicts that a judge needs before `min_valid_fraction` is applied."""
+"""Verdicts that a judge needs before the next limit is applied."""
+_MIN_VALID_FRACTION: Final = 0.5
+"""The run stops below this share of verdicts among the latest questions."""
+_CANARY_EXAMPLES: Final = 4
+"""Questions for which every canary is graded; 17 calls each, and twice as many for pairs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,10 +38,7 @@ class Safety:
     """Thresholds that a judge has to pass before and while a policy is trained on it."""
 
     canaries: bool = True
-    canary_examples: int = 4
-    threshold: float = 0.5
     max_false_positive_rate: float = 0.01
-    min_valid_fraction: float = 0.5
 
 
 class JudgeReward(Scorer):
@@ -92,7 +93,7 @@ class JudgeReward(Scorer):
         None where canaries are switched off; the first check is made all the same.
         """
         candidates = [Candidate(question=e.question, reference=e.gold, text="") for e in examples]
-        self._examples = tuple(candidates[: max(2, self._safety.canary_examples)])
+        self._examples = tuple(candidates[:_CANARY_EXAMPLES])
         self._run(check_judge(self._scoring, self._examples))
         return self.run_canaries()
 
@@ -105,8 +106,7 @@ class JudgeReward(Scorer):
             return None
         if self._examples is None:
             raise ValueError("call prepare first: it has the examples")
-        chosen = self._examples[: self._safety.canary_examples]
-        report: CanaryReport = self._run(run_canaries(self._scoring, chosen, threshold=self._safety.threshold))
+        report: CanaryReport = self._run(run_canaries(self._scoring, self._examples))
         self._canary_rate = report.false_positive_rate
         if report.false_positive_rate > self._safety.max_false_positive_rate:
             names = ", ".join(dict.fromkeys(report.fooled_by))
@@ -120,7 +120,7 @@ class JudgeReward(Scorer):
         return report
 
     def score(self, groups: Sequence[Group]) -> ComponentScores:
-        """A score for every completion; missing without a verdict. UserError below `min_valid_fraction`."""
+        """A score for every completion; missing without a verdict. UserError where too few questions have one."""
         if self._examples is None and groups:
             self.prepare([group.prompt.example for group in groups])
         verdicts = self.verdicts(groups)
@@ -130,7 +130,7 @@ class JudgeReward(Scorer):
             scores=[[verdict.score for verdict in group] for group in verdicts],
             failed=len(missing),
             first_error=JudgeError(_missing_reason(missing[0])) if missing else None,
-            tolerated=True,  # min_valid_fraction is their limit
+            tolerated=True,  # the valid fraction is their limit
         )
 
     def verdicts(self, groups: Sequence[Group], *, fresh: bool = False) -> list[list[Verdict]]:
@@ -196,11 +196,11 @@ class JudgeReward(Scorer):
         recent = self._scoring.panel.counts.recent
         reasons = [reason for reason in recent if reason is not None]
         valid = len(recent) - len(reasons)
-        if len(recent) >= _FEWEST_VERDICTS and valid < self._safety.min_valid_fraction * len(recent):
+        if len(recent) >= _FEWEST_VERDICTS and valid < _MIN_VALID_FRACTION * len(recent):
             reason, _ = Counter(reasons).most_common(1)[0]
             raise UserError(
                 f"reward {self.name!r}: only {valid} of the last {len(recent)} questions have a verdict (most "
-                f"often: {reason}); repair the judge, or lower rewards.{self.name}.min_valid_fraction"
+                f"often: {reason}); repair the judge"
             )
 
     def _notify(self, text: str) -> None:

@@ -174,9 +174,6 @@ class RubricFormat:
     @property
     def _reply_form(self) -> str:
         names = list(self.rubric.criteria)
-        if self.output == "tag":
-            marks = "; ".join(f"{name}=mark" for name in names)
-            return f"Reason briefly, then end with exactly one line: <verdict>{marks}</verdict>"
         marks = ", ".join(f'"{name}": mark' for name in names)
         return f'Reply with one JSON object and nothing else: {{"rationale": "two sentences at most", {marks}}}'
 
@@ -198,13 +195,11 @@ class RubricFormat:
     def best_reply(self) -> str:
         """The reply with the highest marks."""
         marks = {name: criterion.high for name, criterion in self.rubric.criteria.items()}
-        return _reply_text(self.output, marks, "The answer agrees with the reference in every respect.")
+        return _reply_text(marks, "The answer agrees with the reference in every respect.")
 
     def parse(self, text: str) -> float:
         """The rubric's score; every mark has to be present and allowed, none is clipped into its range."""
-        fields = parse_fields(text, self.output)
-        if self.output == "tag" and set(fields) == {""} and len(self.rubric.criteria) == 1:
-            fields = {next(iter(self.rubric.criteria)): fields[""]}
+        fields = parse_fields(text)
         marks = {name: number_field(fields, name) for name in self.rubric.criteria}
         for name, mark in marks.items():
             if not self.rubric.criteria[name].allows(mark):
@@ -224,9 +219,7 @@ class PairwiseFormat:
         """The criteria of better, then the form of the reply."""
         criteria = [f"- {name} (weight {c.weight:g}): {c.question.strip()}" for name, c in self.rubric.criteria.items()]
         form = (
-            "Reason briefly, then end with exactly one line: <verdict>better=A</verdict>, with A, B or tie"
-            if self.output == "tag"
-            else 'Reply with one JSON object and nothing else: {"rationale": "two sentences at most", "better": '
+            'Reply with one JSON object and nothing else: {"rationale": "two sentences at most", "better": '
             '"A", "B" or "tie"}'
         )
         order = "Their order is random and means nothing; length is no merit. Say tie where neither is clearly better."
@@ -244,11 +237,11 @@ class PairwiseFormat:
     @property
     def best_reply(self) -> str:
         """The reply in which the first answer wins."""
-        return _reply_text(self.output, {"better": "A"}, "Answer A is better in every respect.")
+        return _reply_text({"better": "A"}, "Answer A is better in every respect.")
 
     def parse(self, text: str) -> float:
         """The score from A's point of view."""
-        choice = parse_fields(text, self.output).get("better")
+        choice = parse_fields(text).get("better")
         if not isinstance(choice, str) or choice.lower() not in _PAIRWISE_SCORES:
             raise NoVerdictError("better was not A, B or tie")
         return _PAIRWISE_SCORES[choice.lower()]
@@ -263,8 +256,5 @@ def _object_schema(properties: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _reply_text(output: Output, fields: Mapping[str, Any], rationale: str) -> str:
-    if output == "tag":
-        marks = "; ".join(f"{name}={v if isinstance(v, str) else format(v, 'g')}" for name, v in fields.items())
-        return f"{rationale}\n<verdict>{marks}</verdict>"
+def _reply_text(fields: Mapping[str, Any], rationale: str) -> str:
     return json.dumps({"rationale": rationale, **fields})

@@ -1,15 +1,17 @@
-"""The two ways in which a judge scores candidates: marks by a rubric, and win rates of pairwise comparisons."""
+"""The two ways in which a judge scores candidates: marks by a rubric, and comparisons with the reference."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 from flatpeak.rewards.judge.panel import JudgePanel, Verdict
 from flatpeak.rewards.judge.prompt import build_request, rejection_reason, sanitize
 from flatpeak.rewards.judge.protocol import JudgeRequest, SystemClock
+
+_MAX_CHARACTERS: Final = 16_000
+"""Limit on the question, the reference and each answer; longer ones lose their middle."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,8 +33,6 @@ class RequestSettings:
     temperature: float | None = 0.0
     deadline: float | None = None
     """Seconds for a whole batch, retries and waiting included."""
-    max_characters: int = 16_000
-    """Limit on the question, the reference and each answer; longer ones lose their middle."""
 
 
 class JudgeScoring(Protocol):
@@ -86,7 +86,7 @@ def make_request(
     """The request for a verdict on named texts, each sanitized; an empty reference answer is left out."""
     reserved: Sequence[str] = getattr(panel.judge, "reserved_tokens", ())
     sanitized = {
-        name: sanitize(text, reserved=reserved, limit=settings.max_characters)
+        name: sanitize(text, reserved=reserved, limit=_MAX_CHARACTERS)
         for name, text in texts.items()
         if text.strip() or name != "reference answer"
     }
@@ -99,105 +99,58 @@ def make_request(
     )
 
 
-@dataclass(kw_only=True)
-class _Comparison:
-    """A pair of answers: `left` and `right` index candidates of one group, right None is the reference."""
-
-    group: int
-    left: int
-    right: int | None
-    outcome: Verdict | None = None
-    """The verdict from the left answer's point of view."""
-    requests: list[JudgeRequest] = field(default_factory=list)
-    """The request with the left answer first, then the one with the right answer first."""
-
-
 class PairwiseScoring:
-    """Scores by win rate: 1 for a win, 0.5 for a tie, 0 for a loss, averaged over an answer's comparisons.
+    """Scores by comparison with the reference answer: 1 for a win, 0.5 for a tie, 0 for a loss.
 
-    Each answer is compared with the reference (`opponents=0`), or with its next `opponents` neighbours in the group on
-    either side, so that all answers have equally many comparisons. Both orders are asked, and a verdict that depends
-    on the order is a tie. An answer that a rule rejects loses without a call; the score is missing where a comparison
-    has no verdict.
+    Both orders are asked, and a verdict that depends on the order is a tie. An answer that a rule rejects loses without
+    a call, and one that equals the reference ties; the score is missing where an order has no verdict.
     """
 
-    def __init__(self, panel: JudgePanel, settings: RequestSettings, *, opponents: int = 0) -> None:
+    def __init__(self, panel: JudgePanel, settings: RequestSettings) -> None:
         self.panel = panel
         self._settings = settings
-        self._opponents = opponents
 
     async def verdicts(self, groups: Sequence[Sequence[Candidate]], *, fresh: bool = False) -> list[list[Verdict]]:
-        """The win rate of each candidate of each group."""
-        comparisons = [pair for group_index, group in enumerate(groups) for pair in self._pair_up(group_index, group)]
+        """The outcome of each candidate's comparison with its reference."""
+        ruled = [[_rule_of_pair(candidate) for candidate in group] for group in groups]
         deadline = batch_deadline(self._settings)
-        for comparison in comparisons:
-            self._prepare(comparison, groups[comparison.group], deadline=deadline)
-        requests = [request for comparison in comparisons for request in comparison.requests]
+        requests: list[JudgeRequest] = []
+        for group, rules in zip(groups, ruled, strict=True):
+            for candidate, rule in zip(group, rules, strict=True):
+                if rule is not None:
+                    self.panel.counts.skipped += 1
+                else:
+                    requests += self._both_orders(candidate, deadline=deadline)
         judged = iter(await self.panel.verdicts(requests, fresh=fresh))
-        for comparison in comparisons:
-            if comparison.outcome is None:
-                comparison.outcome = combine_orders(next(judged), next(judged))
-        outcomes = _outcomes_by_candidate(comparisons)
+        return [[rule or combine_orders(next(judged), next(judged)) for rule in rules] for rules in ruled]
+
+    def _both_orders(self, candidate: Candidate, *, deadline: float | None) -> list[JudgeRequest]:
+        """The request with the candidate first, then the one with the reference first."""
+        orders = ((candidate.text, candidate.reference), (candidate.reference, candidate.text))
         return [
-            [self._verdict(candidate, outcomes[group_index, index]) for index, candidate in enumerate(group)]
-            for group_index, group in enumerate(groups)
+            make_request(
+                {"question": candidate.question, "answer A": first, "answer B": second},
+                self.panel,
+                self._settings,
+                deadline=deadline,
+            )
+            for first, second in orders
         ]
 
-    def _pair_up(self, group_index: int, group: Sequence[Candidate]) -> list[_Comparison]:
-        # A group of one, such as the greedy answer of an evaluation, is compared with the reference.
-        if self._opponents == 0 or len(group) < 2:
-            return [_Comparison(group=group_index, left=index, right=None) for index in range(len(group))]
-        pairs: set[tuple[int, int]] = set()
-        for index in range(len(group)):
-            for step in range(1, self._opponents + 1):
-                other = (index + step) % len(group)
-                if other != index:
-                    pairs.add((min(index, other), max(index, other)))
-        return [_Comparison(group=group_index, left=left, right=right) for left, right in sorted(pairs)]
 
-    def _prepare(self, comparison: _Comparison, group: Sequence[Candidate], *, deadline: float | None) -> None:
-        left = group[comparison.left]
-        other = left.reference if comparison.right is None else group[comparison.right].text
-        left_rejected = rejection_reason(left.text, left.reference) is not None
-        right_rejected = rejection_reason(other, left.reference) is not None and comparison.right is not None
-        if left_rejected or right_rejected or left.text.strip() == other.strip():
-            score = 0.5 if left_rejected == right_rejected else float(right_rejected)
-            comparison.outcome = Verdict(score=score, reason="rule")
-            self.panel.counts.skipped += 1
-            return
-        reference = {"reference answer": left.reference if comparison.right is not None else ""}
-        for first, second in ((left.text, other), (other, left.text)):
-            texts = {"question": left.question, **reference, "answer A": first, "answer B": second}
-            comparison.requests.append(make_request(texts, self.panel, self._settings, deadline=deadline))
-
-    def _verdict(self, candidate: Candidate, outcomes: Sequence[Verdict]) -> Verdict:
-        rule = rejection_reason(candidate.text, candidate.reference)
-        if rule is not None:
-            return Verdict(score=0.0, reason=rule)
-        missing = next((verdict for verdict in outcomes if verdict.score is None), None)
-        if missing is not None:
-            return missing
-        scores = [verdict.score for verdict in outcomes if verdict.score is not None]
-        return Verdict(score=sum(scores) / len(scores))
+def _rule_of_pair(candidate: Candidate) -> Verdict | None:
+    """The outcome that needs no judge; None where one is needed."""
+    rule = rejection_reason(candidate.text, candidate.reference)
+    if rule is not None:
+        return Verdict(score=0.0, reason=rule)
+    if candidate.text.strip() == candidate.reference.strip():
+        return Verdict(score=0.5)
+    return None
 
 
-def combine_orders(left_first: Verdict, right_first: Verdict) -> Verdict:
-    """The verdict of both orders, from the left answer's view: a tie where they differ, missing where one is."""
-    if left_first.score is None or right_first.score is None:
-        return left_first if left_first.score is None else right_first
-    left_score = 1.0 - right_first.score
-    return Verdict(score=left_first.score if left_first.score == left_score else 0.5)
-
-
-def _outcomes_by_candidate(comparisons: Sequence[_Comparison]) -> dict[tuple[int, int], list[Verdict]]:
-    """The outcomes of each candidate's comparisons, from its own point of view, by (group, index in the group)."""
-    outcomes: dict[tuple[int, int], list[Verdict]] = defaultdict(list)
-    for comparison in comparisons:
-        outcome = comparison.outcome
-        if outcome is None:
-            continue
-        outcomes[comparison.group, comparison.left].append(outcome)
-        if comparison.right is not None:
-            score = None if outcome.score is None else 1.0 - outcome.score
-            outcomes[comparison.group, comparison.right].append(Verdict(score=score, reason=outcome.reason))
-    return outcomes
+def combine_orders(candidate_first: Verdict, reference_first: Verdict) -> Verdict:
+    """The verdict of both orders, from the candidate's view: a tie where they differ, missing where one is."""
+    if candidate_first.score is None or reference_first.score is None:
+        return candidate_first if candidate_first.score is None else reference_first
+    score = 1.0 - reference_first.score
+    return Verdict(score=candidate_first.score if candidate_first.score == score else 0.5)
