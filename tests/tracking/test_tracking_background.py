@@ -259,3 +259,35 @@ def test_keys_in_errors_are_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     finish(thread)
     (message,) = thread.messages()
     assert "bad key [redacted]" in message
+
+
+def raising(error: type[BaseException]) -> Callable[[], None]:
+    def raise_it() -> None:
+        raise error("no")
+
+    return raise_it
+
+
+def test_a_tracker_that_asks_the_process_to_exit_gives_a_notice_and_leaves_the_others_alone(tmp_path: Path) -> None:
+    bad, good = Fake(raising(SystemExit)), Fake()
+    runs = [tracked(lambda identity, fake=fake: fake, tmp_path, name=name) for name, fake in (("x", bad), ("y", good))]  # type: ignore[misc]
+    thread = TrackerThread(runs)
+    thread.offer(row(1))
+    finish(thread)
+    assert (good.steps, good.status) == ([1], "done")
+    assert [message.split(" ")[0] for message in thread.messages()] == ["tracking.x"]
+
+
+def test_a_tracker_that_refused_the_earlier_rows_gets_them_at_the_next_start(tmp_path: Path) -> None:
+    finish(start(Fake(raising(OSError)), tmp_path, earlier=[row(1), row(2)]))
+    asked: list[str | None] = []
+    healthy = Fake()
+    finish(
+        TrackerThread(
+            [tracked(lambda identity: (asked.append(identity), healthy)[1], tmp_path, earlier=[row(1), row(2)])]
+        )
+    )  # type: ignore[func-returns-value]
+    assert asked == [None]
+    assert healthy.steps == [1, 2]
+    finish(TrackerThread([tracked(lambda identity: (asked.append(identity), Fake())[1], tmp_path, earlier=[row(1)])]))  # type: ignore[func-returns-value]
+    assert asked == [None, "fake"]

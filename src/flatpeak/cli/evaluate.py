@@ -107,7 +107,7 @@ def chat(
         int | None, typer.Option(min=1, help="Longest answer. Default: as in a run's evaluations, else 256.")
     ] = None,
 ) -> None:
-    """Ask a model questions; an empty line or Ctrl-D ends the chat.
+    """Ask a model questions, until an empty line or Ctrl-D.
 
     A run, or a checkpoint in it, is asked as in its training. Answers go to standard output, everything else to
     standard error.

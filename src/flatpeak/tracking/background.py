@@ -120,9 +120,14 @@ class TrackerThread:
             return None
         if backend.message:
             self._messages.append(backend.message)
-        self._attempt(run.name, lambda: run.keep(backend.identity))
-        if identity is None and run.earlier:
-            self._attempt(run.name, lambda: backend.log_rows(run.earlier))
+
+        def record_earlier() -> bool:
+            backend.log_rows(run.earlier)
+            return True
+
+        # Without an id the next start begins another run, with all rows.
+        if identity is not None or not run.earlier or self._attempt(run.name, record_earlier):
+            self._attempt(run.name, lambda: run.keep(backend.identity))
         return backend
 
     def _attempt(self, name: str, call: Callable[[], Value]) -> Value | None:
@@ -138,7 +143,7 @@ class TrackerThread:
                 self._trouble(name, f"cannot be loaded ({brief(error)}): pip install 'flatpeak[{name}]'")
                 return None
             # Foreign code over files and networks: whatever it raises, training continues.
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._trouble(name, f"failed ({type(error).__name__}: {brief(error)})")
         return None
 

@@ -118,7 +118,7 @@ class JudgeConfig(StrictConfig):
 
     type: Literal["judge"] = "judge"
     weight: float = 1.0
-    """Its factor in the total reward; 0: logged only, without a say in training."""
+    """Its factor in the total reward; 0: logged only, without effect on training."""
     backend: Annotated[EndpointConfig | LocalConfig | CustomJudgeConfig, Field(discriminator="type")]
     """The judge: an endpoint, a model on this machine, or one of your own."""
     rubric: str = "correctness"
