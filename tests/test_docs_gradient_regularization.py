@@ -84,6 +84,7 @@ def test_every_table_of_the_script_stands_on_the_page_and_no_other_command_does(
     assert commands == TABLES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
 def test_the_pages_figures_are_measured_again(name: str, measured: dict[str, Rows]) -> None:
     then, now = ON_PAGE[name], measured[name]

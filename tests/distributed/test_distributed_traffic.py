@@ -42,6 +42,7 @@ def counted(case: Case) -> tuple[dict[str, int], dict[str, int]]:
     return dict(collectives.bytes), passes | sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("matrix", ["plain", "gr", "mu2"])
 def test_a_step_sends_the_bytes_that_are_computed(ranks, strategy, matrix):

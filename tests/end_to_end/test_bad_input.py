@@ -281,6 +281,7 @@ def test_the_command_line_says_a_bad_key_in_one_line_before_torch_is_imported(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_the_command_line_says_missing_data_in_one_line(recipe: Callable[..., Any], tmp_path: Path) -> None:
     done = run_command(tmp_path, recipe(task=rows(str(tmp_path / "nowhere.jsonl"))))
     assert done.returncode == 2, done.stderr

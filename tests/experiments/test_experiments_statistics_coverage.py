@@ -12,6 +12,8 @@ import pytest
 
 from flatpeak.experiments import mean_over_seeds, paired_bca, paired_t, power_of_paired_t, tost, welch
 
+pytestmark = pytest.mark.slow
+
 SIMULATIONS = 4000
 
 

@@ -60,6 +60,7 @@ def test_an_answer_that_runs_out_of_time_is_wrong_and_counted_even_if_all_do(gro
     reward.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "gold", "blamed"),
     [

@@ -66,6 +66,7 @@ def test_a_check_that_fails_before_an_attempt_is_to_be_reported(make_check: Make
     assert finding.text == "this check failed itself: ZeroDivisionError: division by zero"
 
 
+@pytest.mark.slow
 def test_a_check_that_hangs_is_a_problem_after_what_it_found(
     make_check: MakeCheck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
