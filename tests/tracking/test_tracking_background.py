@@ -182,9 +182,10 @@ def test_an_error_is_told_once_and_rows_that_a_retry_sends_are_not_dropped(tmp_p
     assert "tracking.fake failed (ConnectionError: away)" in message
 
 
-def test_what_stays_refused_is_dropped_and_the_rest_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_what_stays_refused_is_dropped_and_the_rest_goes_on(error: type[BaseException], tmp_path: Path) -> None:
     def refuse() -> None:
-        raise ValueError("no")
+        raise error("no")
 
     fake, other = Fake(), Fake()
     fake.log_table = lambda table: refuse()  # type: ignore[method-assign]
@@ -195,7 +196,9 @@ def test_what_stays_refused_is_dropped_and_the_rest_goes_on(tmp_path: Path) -> N
         thread.offer(content)
     wait_for(lambda: other.steps == [1, 2, 3])
     finish(thread)
-    assert fake.steps == [1, 3]
+    assert (fake.steps, other.status) == ([1, 3], "done")
+    (message,) = thread.messages()
+    assert f"tracking.fake failed ({error.__name__}: no)" in message
 
 
 def test_a_missing_library_is_told_with_what_to_install_and_the_others_go_on(tmp_path: Path) -> None:
@@ -261,33 +264,14 @@ def test_keys_in_errors_are_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "bad key [redacted]" in message
 
 
-def raising(error: type[BaseException]) -> Callable[[], None]:
-    def raise_it() -> None:
-        raise error("no")
-
-    return raise_it
-
-
-def test_a_tracker_that_asks_the_process_to_exit_gives_a_notice_and_leaves_the_others_alone(tmp_path: Path) -> None:
-    bad, good = Fake(raising(SystemExit)), Fake()
-    runs = [tracked(lambda identity, fake=fake: fake, tmp_path, name=name) for name, fake in (("x", bad), ("y", good))]  # type: ignore[misc]
-    thread = TrackerThread(runs)
-    thread.offer(row(1))
-    finish(thread)
-    assert (good.steps, good.status) == ([1], "done")
-    assert [message.split(" ")[0] for message in thread.messages()] == ["tracking.x"]
-
-
 def test_a_tracker_that_refused_the_earlier_rows_gets_them_at_the_next_start(tmp_path: Path) -> None:
-    finish(start(Fake(raising(OSError)), tmp_path, earlier=[row(1), row(2)]))
-    asked: list[str | None] = []
+    def refuse() -> None:
+        raise OSError("no")
+
+    finish(start(Fake(refuse), tmp_path, earlier=[row(1), row(2)]))
     healthy = Fake()
-    finish(
-        TrackerThread(
-            [tracked(lambda identity: (asked.append(identity), healthy)[1], tmp_path, earlier=[row(1), row(2)])]
-        )
-    )  # type: ignore[func-returns-value]
-    assert asked == [None]
+    finish(start(healthy, tmp_path, earlier=[row(1), row(2)]))
     assert healthy.steps == [1, 2]
-    finish(TrackerThread([tracked(lambda identity: (asked.append(identity), Fake())[1], tmp_path, earlier=[row(1)])]))  # type: ignore[func-returns-value]
-    assert asked == [None, "fake"]
+    later = Fake()
+    finish(start(later, tmp_path, earlier=[row(1), row(2)]))
+    assert later.steps == []

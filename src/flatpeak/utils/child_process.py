@@ -45,7 +45,7 @@ class _End:
 class ChildProcess(_End):
     """A process that calls `function(parent, *arguments)`, where `parent` is a `Parent`, and then ends.
 
-    It leads a session of its own: Ctrl-C in the terminal does not reach it, and `kill` ends what it has started too.
+    It leads its own session: Ctrl-C in the terminal does not reach it, and its children can be killed with it.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ChildProcess(_End):
         return self.process.wait()
 
     def close(self) -> None:
-        """Kill the process, if it still runs, and what it has started."""
+        """Kill the process with what it has started, if it still runs."""
         if self.process.poll() is None:
             kill_group(self.pid)
             self.process.wait()
@@ -126,7 +126,7 @@ def run_child(module: str, name: str, descriptor: int, parent: int, arguments: l
 
 def kill_group(pid: int) -> None:
     """Kill a process that leads a group, and whatever it has started and left there."""
-    with suppress(ProcessLookupError, PermissionError):  # macOS says the second of groups that have ended
+    with suppress(ProcessLookupError, PermissionError):  # macOS raises the second for groups that have ended
         os.killpg(pid, signal.SIGKILL)
 
 
