@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+import json
 
-from flatpeak.tasks.rows import find_equation, numbers_in, rationale, results, variants, worked
+import pytest
+from studies.word_problems.equations import (
+    find_equation,
+    numbers_in,
+    rationale,
+    results,
+    variants,
+    word_problems,
+    worked,
+)
+
 from flatpeak.types import Example
 
 
@@ -80,18 +90,14 @@ def test_variants_depend_on_the_seed_and_the_id_alone() -> None:
     assert list(variants(first, 4, seed=1)) != list(variants(first, 4, seed=2))
 
 
-def test_the_test_side_of_a_task_is_left_as_it_is(tmp_path) -> None:
-    import json
-
-    from flatpeak.tasks.config import build_task
-    from flatpeak.tasks.rows import RowsConfig
-
-    path = tmp_path / "rows.jsonl"
-    rows = [{"question": f"{n} crates of {n + 1} lemons {'very ' * n}", "answer": n * (n + 1)} for n in range(2, 22)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = {"path": str(path)}
-    plain = build_task(RowsConfig.model_validate({"train": [source]}))
-    grown = build_task(RowsConfig.model_validate({"train": [source], "equations": True, "variants": 2}))
+def test_the_training_side_gains_equations_and_variants_and_the_held_out_side_stays(tmp_path) -> None:
+    mawps, asdiv = tmp_path / "mawps.jsonl", tmp_path / "asdiv.jsonl"
+    words = [chr(97 + n) * 3 for n in range(22)]  # questions that differ by more than their numbers
+    rows = [{"input": f"{n} {words[n]} of {n + 1} {words[n]}s", "target": n * (n + 1)} for n in range(2, 22)]
+    mawps.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asdiv.write_text(json.dumps({"body": "Ann has 3 hats.", "question": "Bob takes 2.", "answer": "1 (hat)"}) + "\n")
+    plain = word_problems(str(mawps), str(asdiv), copies=0)
+    grown = word_problems(str(mawps), str(asdiv), copies=2)
     assert grown.test == plain.test
     assert [e.question for e in grown.train[: len(plain.train)]] == [e.question for e in plain.train]
     assert len(grown.train) == 3 * len(plain.train)

@@ -4,6 +4,7 @@ from types import ModuleType
 
 import pytest
 
+from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError
 from flatpeak.tasks.config import build_task
 from flatpeak.tasks.math import GSM8KConfig, gsm8k_gold
@@ -66,8 +67,8 @@ def test_sizes_take_the_first_rows_and_cannot_exceed_the_file(folder):
     assert [e.gold for e in task.train] == ["12", "1200"]
     with pytest.raises(UserError, match=r"task.train_size=4: the train split has only 3 rows"):
         build_task(GSM8KConfig(path=str(folder), train_size=4))
-    with pytest.raises(UserError, match=r"task.test_size=0"):
-        build_task(GSM8KConfig(path=str(folder), test_size=0))
+    with pytest.raises(UserError, match=r"task.test_size=0: input should be greater than or equal to 1"):
+        parse_config({"task": {"type": "gsm8k", "path": str(folder), "test_size": 0}})
 
 
 def test_shots_are_the_first_training_rows_which_then_are_not_trained_on(folder):

@@ -154,8 +154,8 @@ def test_without_test_sources_a_hash_of_the_question_holds_rows_out(tmp_path):
     ("source", "message"),
     [
         ({"path": "x.jsonl"}, r"name either task\.test\.0\.options or task\.test\.0\.incorrect"),
-        ({"options": "o"}, r"give one of task\.test\.0\.path=FILE and task\.test\.0\.hub=NAME"),
-        ({"options": "o", "path": "x", "hub": "y"}, r"give one of task\.test\.0\.path"),
+        ({"options": "o"}, r"give task\.test\.0\.path=FILE or task\.test\.0\.hub=NAME"),
+        ({"options": "o", "path": "x", "hub": "y"}, r"has both a path and a hub name; set task\.test\.0\.hub=null"),
         ({"options": "o", "path": "absent.jsonl"}, r"task\.test\.0\.path=absent\.jsonl: does not exist"),
     ],
 )

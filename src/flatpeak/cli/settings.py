@@ -33,10 +33,11 @@ def settings(
 
     if as_json and markdown:
         raise UserError("--json and --markdown are two forms of the same: give one of them")
-    sections = settings_reference(prefix)
     if as_json:
-        typer.echo(settings_rendering.to_json(sections))
-    elif markdown:
+        typer.echo(settings_rendering.to_json(settings_reference(prefix)))
+        return
+    sections = settings_rendering.listed_once(settings_reference(prefix))
+    if markdown:
         typer.echo(settings_rendering.to_markdown(sections))
     elif not prefix and not everything:
         common = common_settings()

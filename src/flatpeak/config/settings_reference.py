@@ -90,6 +90,8 @@ class Section:
     """A description of the section in one or more sentences."""
     settings: tuple[Setting, ...]
     """Settings of the section itself, without those of sections within it."""
+    others_as: str | None = None
+    """The section that lists the keys that are not here, because they and their defaults are the same there."""
 
 
 def settings_reference(prefix: str = "") -> list[Section]:
@@ -217,15 +219,20 @@ class _Walker:
         tag = _tag(model)
         own = [_type_setting(key, (tag,), instance)] if tag is not None and alone else []
         inner: list[Section] = []
+        _, others_as = self._listed.get((model.__mro__[1],), (None, None))
+        if _leads_to(key, self._wanted):
+            others_as = None
         for name, field in model.model_fields.items():
-            if name != "type" or tag is None:
+            is_elsewhere = others_as is not None and name not in model.__annotations__
+            if (name != "type" or tag is None) and not is_elsewhere:
                 about = field_docstrings(model).get(name, "")
                 default = _default(field) if instance is None else getattr(instance, name)
                 setting, sections = self.field(f"{key}.{name}", field, about, variants=variants, default=default)
                 if setting is not None:
                     own.append(setting)
                 inner += sections
-        yield Section(key=key, variants=variants, description=_class_description(model), settings=tuple(own))
+        description = _class_description(model)
+        yield Section(key=key, variants=variants, description=description, settings=tuple(own), others_as=others_as)
         yield from inner
 
 

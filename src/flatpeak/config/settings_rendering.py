@@ -6,13 +6,14 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from flatpeak.config.settings_reference import Section, Setting, as_value
 
 COMMAND = "flatpeak settings --markdown > docs/settings.md"
 """The command that writes the documentation page."""
 _INDENT = "    "
+_SHARED = "The keys that several types of this section have."
 _INTRODUCTION = f"""\
 # Settings
 
@@ -24,6 +25,46 @@ settings that most recipes change, `flatpeak settings --all` all of them, `flatp
 `<name>` stands for a name of your choice, `0` for the index of a list's element. If a section is null by default, its
 settings have an effect once you set any of them. `{COMMAND}` writes this page.
 """
+
+
+def listed_once(sections: Sequence[Section]) -> list[Section]:
+    """The sections, in which a setting that is the same for several types of a section is one row with their names."""
+    same: dict[tuple[str, ...], list[tuple[Setting, str]]] = {}
+    types: dict[str, list[str]] = {}
+    for section in sections:
+        if section.variants:
+            type_ = section.variants[-1].partition("=")[2]
+            types.setdefault(section.key, []).append(type_)
+            for setting in section.settings:
+                same.setdefault(_identity(setting), []).append((setting, type_))
+    repeated = {identity: found for identity, found in same.items() if len(found) > 1}
+    result: list[Section] = []
+    for section in sections:
+        if section.key in types:
+            shared = tuple(
+                _of_types(found[0][0], [type_ for _, type_ in found], all_types=types[section.key])
+                for (key, *_), found in repeated.items()
+                if key.rpartition(".")[0] == section.key
+            )
+            del types[section.key]
+            if not section.variants:
+                section = replace(section, settings=section.settings + shared)
+            elif shared:
+                result.append(Section(key=section.key, variants=(), description=_SHARED, settings=shared))
+        own = tuple(one for one in section.settings if not section.variants or _identity(one) not in repeated)
+        if own:
+            result.append(replace(section, settings=own))
+    return result
+
+
+def _identity(setting: Setting) -> tuple[str, ...]:
+    """All that a row says about a setting; the key first."""
+    return setting.key, setting.type, as_value(setting.default), str(setting.required), setting.description
+
+
+def _of_types(setting: Setting, types: Sequence[str], *, all_types: Sequence[str]) -> Setting:
+    names = "all" if len(types) == len(all_types) else ", ".join(types)
+    return replace(setting, description=f"{setting.description} Types: {names}.")
 
 
 def to_text(sections: Sequence[Section], *, width: int) -> str:
@@ -69,18 +110,23 @@ def to_markdown(sections: Sequence[Section]) -> str:
             f"| `{setting.key}` | {_cell(setting.type)} | {_default_cell(setting)} | {_cell(_description(setting))} |"
             for setting in section.settings
         ]
-        lines += [f"{level} {_title(section, mark='`')}", "", _prose(section.description), ""]
+        lines += [f"{level} {_title(section, mark='`')}", "", _prose(_about(section)), ""]
         lines += ["| Setting | Type | Default | Meaning |", "|---|---|---|---|", *rows, ""]
     return "\n".join(lines).rstrip("\n")
 
 
 def _paragraphs(section: Section, width: int) -> Iterator[str]:
-    yield _wrapped(f"{_title(section)}: {section.description}", width, below="")
+    yield _wrapped(f"{_title(section)}: {_about(section)}", width, below="")
     for setting in section.settings:
         head = f"{setting.assignment}{' (required)' if setting.required else ''}"
         below = f"{_type(setting)}. {_description(setting)}"
         lines = [_wrapped(head, width, first="  ", below=_INDENT), _wrapped(below, width, first=_INDENT, below=_INDENT)]
         yield "\n".join(lines)
+
+
+def _about(section: Section) -> str:
+    others = "" if section.others_as is None else f" Other keys as in {section.others_as}."
+    return f"{section.description}{others}"
 
 
 def _title(section: Section, *, mark: str = "") -> str:

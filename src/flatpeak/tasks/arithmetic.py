@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, overload
 from pydantic import Field
 
 from flatpeak.errors import UserError
-from flatpeak.tasks.data_files import ExampleTask, Row, read_file, read_hub
+from flatpeak.tasks.data_files import ExampleTask, Row, SeededConfig, read_file, read_hub
 from flatpeak.tasks.prompts import check_fields, fill
 from flatpeak.types import Example
 from flatpeak.utils.schema import StrictConfig
@@ -41,7 +41,7 @@ Problem = tuple[int, str, int]
 """Operand, operator, operand."""
 
 
-class ArithmeticConfig(StrictConfig):
+class ArithmeticConfig(SeededConfig):
     """Generated integer arithmetic: seeded, with disjoint train and held-out problems."""
 
     type: Literal["arithmetic"] = "arithmetic"
@@ -59,8 +59,6 @@ class ArithmeticConfig(StrictConfig):
     """Python format string with fields a, op, b."""
     rationale: str = "{answer}"
     """The SFT target, with fields a, op, b, answer; "{a}{op}{b}={answer}\\n#### {answer}" has GSM8K's layout."""
-    seed: int = 0
-    """The seed of the problems and their order."""
 
     def load(self) -> ExampleTask:
         """Draw train and test problems without replacement from all a, op, b of the range.

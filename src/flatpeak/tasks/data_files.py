@@ -11,7 +11,9 @@ import zipfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from flatpeak.errors import UnreachableDataError, UserError, check_characters, did_you_mean
 from flatpeak.types import Example
@@ -46,7 +48,23 @@ class Row:
     """The cells by column name."""
 
 
-class SourceConfig(StrictConfig):
+class SeededConfig(StrictConfig):
+    """A task that draws at random."""
+
+    seed: int = 0
+    """The seed of all that the task draws: its problems, the order of rows and of options, the held-out rows."""
+
+
+class SizesConfig(StrictConfig):
+    """A published data set that may be cut to a number of rows."""
+
+    train_size: Annotated[int, Field(ge=1)] | None = None
+    """The number of training rows, after they are shuffled by `seed` if the task has one; null: all."""
+    test_size: Annotated[int, Field(ge=1)] | None = None
+    """The number of test rows, after they are shuffled by `seed` if the task has one; null: all."""
+
+
+class RowsSourceConfig(StrictConfig):
     """A source of rows: either a file (its ending gives the format: JSONL, JSON, CSV, Parquet) or a Hub data set."""
 
     path: str | None = None
@@ -57,6 +75,13 @@ class SourceConfig(StrictConfig):
     """The configuration of the Hub data set; null: its default."""
     split: str = "train"
     """Hub split; ignored for files."""
+    id: str | None = None
+    """A column with unique ids; null numbers the rows."""
+
+
+class SourceConfig(RowsSourceConfig):
+    """A source of rows and the meaning of its columns."""
+
     question: str = "question"
     """A column name, or a format string over columns such as "{Body} {Question}"."""
     answer: str = "answer"
@@ -66,11 +91,9 @@ class SourceConfig(StrictConfig):
     the whole column."""
     rationale: str | None = None
     """A column or format string for the SFT target (fields: columns, and `gold`); null: no rationale."""
-    id: str | None = None
-    """A column with unique ids; null numbers the rows."""
 
 
-def read_source(source: SourceConfig, *, option: str) -> Iterator[Row]:
+def read_source(source: RowsSourceConfig, *, option: str) -> Iterator[Row]:
     """The rows of a source's file or Hub data set. UserError unless it names exactly one of them."""
     if source.path is not None and source.hub is not None:
         raise UserError(f"{option} has both a path and a hub name; set {option}.hub=null to read the file")

@@ -19,6 +19,8 @@ from flatpeak.errors import UserError
 from flatpeak.tasks.data_files import (
     ExampleTask,
     Row,
+    SeededConfig,
+    SizesConfig,
     directory,
     known_slugs,
     read_file,
@@ -33,7 +35,6 @@ from flatpeak.tasks.decontamination import repetition_notices
 from flatpeak.tasks.multiple_choice import text_of
 from flatpeak.types import Example
 from flatpeak.utils.answers import Box, find_boxes, is_number, joined_answers, normalize_gold
-from flatpeak.utils.schema import StrictConfig
 
 GSM8K_HUB_NAME: Final = "openai/gsm8k"
 MATH_HUB_NAME: Final = "EleutherAI/hendrycks_math"
@@ -61,16 +62,12 @@ _LONGEST_BARE: Final = 200
 """Characters to read after a `\\boxed` without braces."""
 
 
-class GSM8KConfig(StrictConfig):
+class GSM8KConfig(SizesConfig):
     """GSM8K: `openai/gsm8k` from the Hub, or `train.jsonl` and `test.jsonl` in a local directory."""
 
     type: Literal["gsm8k"] = "gsm8k"
     path: str | None = None
     """A directory with the two files in the published layout; null: load them from the Hub."""
-    train_size: int | None = None
-    """The number of training rows, starting after those of `shots`; null: all."""
-    test_size: int | None = None
-    """The number of test rows, starting at the first; null: all."""
     shots: Annotated[int, Field(ge=0)] = 0
     """The number of worked examples before each question, from the first training rows, which are then not trained on.
     They are formatted as `Question: ...` and `Answer: ...`. 0: none, and the question stays unchanged."""
@@ -113,8 +110,6 @@ def gsm8k_gold(answer: str) -> str | None:
 
 
 def _gsm8k_split(config: GSM8KConfig, split: str, size: int | None) -> tuple[Example, ...]:
-    if size is not None and size < 1:
-        raise UserError(f"task.{split}_size={size}: give at least 1, or null for all rows")
     examples = tuple(
         _gsm8k_example(row, f"{split}/{index}") for index, row in enumerate(islice(_gsm8k_rows(config, split), size))
     )
@@ -147,7 +142,7 @@ def _gsm8k_example(row: Row, id: str) -> Example:
     return Example(id=id, question=str(question).strip(), gold=gold, rationale=str(answer), columns=row.values)
 
 
-class MATHConfig(StrictConfig):
+class MATHConfig(SeededConfig, SizesConfig):
     """MATH: `EleutherAI/hendrycks_math` from the Hub, or local files in its layout or the original one."""
 
     type: Literal["math"] = "math"
@@ -162,12 +157,6 @@ class MATHConfig(StrictConfig):
     """Only problems of these levels, 1 to 5; empty: all, including the two without a level."""
     subjects: tuple[str, ...] = ()
     """Only these subjects ("Number Theory" or number_theory); empty: all seven."""
-    train_size: Annotated[int, Field(ge=1)] | None = None
-    """The number of training rows, in their seeded order; null: all."""
-    test_size: Annotated[int, Field(ge=1)] | None = None
-    """The number of test rows, in their seeded order; null: all."""
-    seed: int = 0
-    """The seed of the order of rows, because the files are sorted by subject."""
 
     def load(self) -> ExampleTask:
         """Read train and test, each in a seeded order.

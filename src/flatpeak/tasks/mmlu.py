@@ -18,6 +18,8 @@ from flatpeak.errors import UserError
 from flatpeak.tasks.data_files import (
     ExampleTask,
     Row,
+    SeededConfig,
+    SizesConfig,
     directory,
     known_slugs,
     read_csv_cells,
@@ -36,7 +38,6 @@ from flatpeak.tasks.multiple_choice import (
     texts_of,
 )
 from flatpeak.types import Example
-from flatpeak.utils.schema import StrictConfig
 
 MMLU_HUB_NAME: Final = "cais/mmlu"
 MMLU_PRO_HUB_NAME: Final = "TIGER-Lab/MMLU-Pro"
@@ -91,29 +92,29 @@ _NOT_AN_OPTION: Final = "N/A"
 Wording = Literal["official", "plain"]
 
 
-class MMLUConfig(StrictConfig):
+class LetteredConfig(SeededConfig, SizesConfig):
+    """Published questions with lettered options."""
+
+    wording: Wording = "official"
+    """official: the published preamble, worked examples and cue, which the model continues. plain: only the question
+    and its lettered options, for templates that say how to answer."""
+    shots: Annotated[int, Field(ge=0, le=5)] = 5
+    """With wording=official: the number of worked examples, from the published split for them, of the same subject or
+    category."""
+
+
+class MMLUConfig(LetteredConfig):
     """MMLU: `cais/mmlu` from the Hub, or the original tree of CSV files without headers."""
 
     type: Literal["mmlu"] = "mmlu"
     path: str | None = None
     """A directory with dev/, val/ and test/ (and auxiliary_train/) that hold SUBJECT_test.csv and so on; null: load
     from the Hub."""
-    wording: Wording = "official"
-    """official: preamble, shots, and `Answer:`, which the model continues. plain: only the question and its lettered
-    options, for templates that say how to answer."""
-    shots: Annotated[int, Field(ge=0, le=5)] = 5
-    """With wording=official: the number of worked examples, from the dev split of the same subject."""
     subjects: tuple[str, ...] = ()
     """Only these of the 57 subjects (high_school_physics or "high school physics"); empty: all. Rows of auxiliary_train
     have no subject and all stay."""
     train: Literal["validation", "auxiliary_train"] = "validation"
     """The split to train on: validation, or auxiliary_train, whose rows have no subject and no shots."""
-    train_size: Annotated[int, Field(ge=1)] | None = None
-    """The number of training rows, in their seeded order; null: all."""
-    test_size: Annotated[int, Field(ge=1)] | None = None
-    """The number of test rows, in their seeded order; null: all."""
-    seed: int = 0
-    """The seed of the order of rows, because the files are sorted by subject."""
 
     def load(self) -> ExampleTask:
         """Read train (validation, or the auxiliary rows) and test, each in a seeded order."""
@@ -233,25 +234,14 @@ def _mmlu_example(question: _MMLUQuestion, config: MMLUConfig, shots: Mapping[st
     )
 
 
-class MMLUProConfig(StrictConfig):
+class MMLUProConfig(LetteredConfig):
     """MMLU-Pro: `TIGER-Lab/MMLU-Pro` from the Hub, or its `validation` and `test` files in a local directory."""
 
     type: Literal["mmlu_pro"] = "mmlu_pro"
     path: str | None = None
     """A directory with validation.jsonl and test.jsonl, or the Hub's Parquet files; null: load from the Hub."""
-    wording: Wording = "official"
-    """official: preamble, worked examples, and `Answer: Let's think step by step.`, which the model continues. plain:
-    only the question and its lettered options."""
-    shots: Annotated[int, Field(ge=0, le=5)] = 5
-    """With wording=official: the number of worked examples, from the validation split of the same category."""
     categories: tuple[str, ...] = ()
     """Only these of the 14 categories; empty: all."""
-    train_size: Annotated[int, Field(ge=1)] | None = None
-    """The number of training rows, in their seeded order; null: all."""
-    test_size: Annotated[int, Field(ge=1)] | None = None
-    """The number of test rows, in their seeded order; null: all."""
-    seed: int = 0
-    """The seed of the order of rows, because the files are sorted by category."""
 
     def load(self) -> ExampleTask:
         """Read train (the 70 of validation) and test, each in a seeded order.

@@ -11,10 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from flatpeak.errors import UserError, did_you_mean
-from flatpeak.tasks.data_files import ExampleTask, Row, read_file, read_hub
+from flatpeak.tasks.data_files import ExampleTask, Row, RowsSourceConfig, SeededConfig, read_source
 from flatpeak.tasks.decontamination import is_held_out, question_key
 from flatpeak.types import Example
-from flatpeak.utils.schema import StrictConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,17 +68,9 @@ def repeated_right_options(examples: Sequence[Example]) -> tuple[str, ...]:
     return (f"questions with their right option under two letters, of which one counts: {count}",)
 
 
-class ChoiceSourceConfig(StrictConfig):
-    """A source of multiple-choice rows (a file or a Hub data set) and the meaning of its columns."""
+class ChoiceSourceConfig(RowsSourceConfig):
+    """A source of multiple-choice rows and the meaning of its columns."""
 
-    path: str | None = None
-    """A JSONL, JSON, CSV or Parquet file; null: `hub`."""
-    hub: str | None = None
-    """The name of a Hub data set; null: `path`."""
-    hub_config: str | None = None
-    """The configuration of the Hub data set; null: its default."""
-    split: str = "train"
-    """Hub split; ignored for files."""
     question: str = "question"
     """The column of the question."""
     options: str | tuple[str, ...] | None = None
@@ -88,15 +79,13 @@ class ChoiceSourceConfig(StrictConfig):
     """A column with the right option: its letter, its index from 0, or its text. With `incorrect`: its text."""
     incorrect: tuple[str, ...] = ()
     """Columns with the wrong options, if the right option has a separate column."""
-    id: str | None = None
-    """A column with unique ids; null numbers the rows."""
     rationale: str | None = None
     """A column with a worked answer for SFT; null: none."""
     subsets: dict[str, str] = Field(default_factory=dict)
     """The columns for which evaluation makes tables: name of the table -> column."""
 
 
-class ChoicesConfig(StrictConfig):
+class ChoicesConfig(SeededConfig):
     """Any multiple-choice data set, by column mapping."""
 
     type: Literal["choices"] = "choices"
@@ -111,8 +100,6 @@ class ChoicesConfig(StrictConfig):
     """The share of training rows held out if `test` is empty."""
     shuffle: bool = True
     """Shuffle each row's options, by `seed` and the row's id."""
-    seed: int = 0
-    """The seed of the held-out rows and of the order of options."""
 
     def load(self) -> ExampleTask:
         """Read the sources; no question is on both sides. UserError if a source or a row is unusable."""
@@ -172,16 +159,7 @@ def _read_sources(config: ChoicesConfig, side: str, sources: Sequence[ChoiceSour
 def _rows(source: ChoiceSourceConfig, *, option: str) -> Iterator[Row]:
     if (source.options is None) == (not source.incorrect):
         raise UserError(f"{option}: name either {option}.options or {option}.incorrect")
-    if (source.path is None) == (source.hub is None):
-        raise UserError(f"{option}: give one of {option}.path=FILE and {option}.hub=NAME, and null for the other")
-    if source.path is not None:
-        return read_file(source.path, option=f"{option}.path")
-    return read_hub(
-        str(source.hub),
-        config=source.hub_config,
-        split=source.split,
-        path_option=f"{option}.path with {option}.hub=null",
-    )
+    return read_source(source, option=option)
 
 
 def _example(row: Row, source: ChoiceSourceConfig, config: ChoicesConfig, *, id: str, option: str) -> Example:

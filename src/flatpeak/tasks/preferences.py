@@ -18,10 +18,9 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from flatpeak.errors import UserError
-from flatpeak.tasks.data_files import ExampleTask, Row, fetch_file, read_file, read_hub
+from flatpeak.tasks.data_files import ExampleTask, Row, SeededConfig, fetch_file, read_file, read_hub
 from flatpeak.tasks.decontamination import is_held_out, question_key
 from flatpeak.types import Example
-from flatpeak.utils.schema import StrictConfig
 
 MAX_UNUSABLE: Final = 0.01
 """The largest share of rows without a prompt or a chosen answer, which are dropped; more is an error."""
@@ -33,7 +32,7 @@ _FORMATS: Final = (
 )
 
 
-class PreferencesConfig(StrictConfig):
+class PreferencesConfig(SeededConfig):
     """Preference pairs in AlpacaFarm's format, or with columns chosen and rejected, from files or the Hub."""
 
     type: Literal["preferences"] = "preferences"
@@ -56,8 +55,6 @@ class PreferencesConfig(StrictConfig):
     """With hub_file=null: the Hub split of held-out pairs; null: see `test_fraction`."""
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """The share of prompts held out, by a seeded hash, if there is neither a test file nor a test split."""
-    seed: int = 0
-    """The seed of the hash that selects held-out prompts."""
 
     def load(self) -> ExampleTask:
         """Read the task for RLHF: one example per prompt, whose gold answer is the first chosen one."""

@@ -1,24 +1,18 @@
-"""The task `rows`: any data set with a question and an answer, by column mapping.
-
-Word problems can be given equations: a rationale, which is the first equation over the question's numbers that gives
-the answer, and variants of the problem with other numbers.
-"""
+"""The task `rows`: any data set with a question and an answer, by column mapping."""
 
 from __future__ import annotations
 
 import math
-import random
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from decimal import Decimal
-from itertools import permutations, product
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from flatpeak.errors import UserError, did_you_mean
-from flatpeak.tasks.data_files import ExampleTask, Row, SourceConfig, read_source
+from flatpeak.tasks.data_files import ExampleTask, Row, SeededConfig, SourceConfig, read_source
 from flatpeak.tasks.decontamination import (
     OverlapConfig,
     cluster_keys,
@@ -31,20 +25,11 @@ from flatpeak.tasks.decontamination import (
 from flatpeak.tasks.prompts import field_names, fill
 from flatpeak.types import Example
 from flatpeak.utils.answers import is_integer, normalize_gold
-from flatpeak.utils.schema import StrictConfig
-
-MAX_NUMBERS: Final = 6
-"""With more numbers in a question, too many equations fit by chance."""
-_NUMBER: Final = re.compile(r"(?<![\w.,/:])\d{1,6}(?![.,/:]?\d)(?![\w/%])")
-"""A whole number that is not part of a longer expression: not the 3 of `3.5`, `3rd`, `1,300` or `3/4`."""
-_OPERATIONS: Final = "+-*/"
-_DRAWS: Final = 20
-"""Attempts at new numbers for one variant."""
 
 Split = tuple[tuple[Example, ...], tuple[Example, ...]]
 
 
-class RowsConfig(StrictConfig):
+class RowsConfig(SeededConfig):
     """Any data set with a question and an answer column, by column mapping."""
 
     type: Literal["rows"] = "rows"
@@ -68,13 +53,6 @@ class RowsConfig(StrictConfig):
     """Drop training rows that overlap an evaluation set; null: keep them."""
     integers_only: bool = False
     """Keep only rows whose gold answer is an integer."""
-    equations: bool = False
-    """Use the first equation over the question's numbers that gives the answer as the rationale of training rows."""
-    variants: Annotated[int, Field(ge=0)] = 0
-    """For training rows with such an equation, the most copies of each that have other numbers and a recomputed answer;
-    0: none."""
-    seed: int = 0
-    """The seed for the held-out rows and the numbers of `variants`."""
 
     def load(self) -> ExampleTask:
         """Read the sources and split them.
@@ -84,7 +62,7 @@ class RowsConfig(StrictConfig):
         can be reported without such questions. `deduplicate` keeps the first of equal training questions and drops
         questions that are in the test sources; the test sources stay whole.
 
-        `overlap`, `equations` and `variants` apply only to the training side, after the split.
+        `overlap` applies only to the training side, after the split.
         """
         train, test = _split(self)
         notices: tuple[str, ...] = ()
@@ -92,10 +70,6 @@ class RowsConfig(StrictConfig):
             train, notice = drop_overlap(train, self.overlap)
             notices = (notice,)
         notices += repetition_notices(train, test, remedy="task.deduplicate=true drops them")
-        if self.equations:
-            train = tuple(worked(example) for example in train)
-        if self.variants:
-            train += tuple(v for example in train for v in variants(example, self.variants, seed=self.seed))
         return ExampleTask(name=self.name, train=train, test=test, notices=notices)
 
 
@@ -283,105 +257,3 @@ def _split_by_fraction(examples: Sequence[Example], config: RowsConfig) -> Split
             "or name test files in task.test"
         )
     return tuple(train), tuple(test)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """One operation on two of the question's numbers, or on the last result (None) and one of the numbers."""
-
-    left: int | None
-    operation: str
-    right: int | None
-
-
-Equation = tuple[Step, ...]
-"""One or two steps, whose operands are indices into the numbers of the question."""
-
-
-def numbers_in(question: str) -> list[int]:
-    """The whole numbers of a question, in order."""
-    return [int(match[0]) for match in _NUMBER.finditer(question)]
-
-
-def find_equation(question: str, gold: str) -> Equation | None:
-    """The first equation of one or two steps over distinct numbers of the question that gives the gold answer."""
-    numbers = numbers_in(question)
-    if len(numbers) > MAX_NUMBERS or not re.fullmatch(r"\d+", gold):
-        return None
-    return next((e for e in _candidates(len(numbers)) if (r := results(e, numbers)) and r[-1] == int(gold)), None)
-
-
-def results(equation: Equation, numbers: Sequence[int]) -> list[int] | None:
-    """The result of each step, or None if a step is negative, not an integer, or a division by zero."""
-    values: list[int] = []
-    for step in equation:
-        left = values[-1] if step.left is None else numbers[step.left]
-        right = values[-1] if step.right is None else numbers[step.right]
-        if step.operation == "/" and (right == 0 or left % right):
-            return None
-        values.append(
-            {"+": left + right, "-": left - right, "*": left * right, "/": left // right if right else 0}[
-                step.operation
-            ]
-        )
-        if values[-1] < 0:
-            return None
-    return values
-
-
-def rationale(equation: Equation, numbers: Sequence[int]) -> str:
-    """The steps and the answer in GSM8K's format: `20-12=8 8*5=40`, a line break, and `#### 40`."""
-    values = results(equation, numbers)
-    assert values is not None
-    steps = []
-    for index, (step, value) in enumerate(zip(equation, values, strict=True)):
-        left = values[index - 1] if step.left is None else numbers[step.left]
-        right = values[index - 1] if step.right is None else numbers[step.right]
-        steps.append(f"{left}{step.operation}{right}={value}")
-    return f"{' '.join(steps)}\n#### {values[-1]}"
-
-
-def worked(example: Example) -> Example:
-    """The example with its equation as rationale; unchanged if it has none."""
-    equation = find_equation(example.question, example.gold)
-    if equation is None:
-        return example
-    return replace(example, rationale=rationale(equation, numbers_in(example.question)))
-
-
-def variants(example: Example, count: int, *, seed: int) -> Iterator[Example]:
-    """Up to `count` examples of the same wording with new random numbers in the equation and a recomputed answer."""
-    equation = find_equation(example.question, example.gold)
-    if equation is None:
-        return
-    draw = random.Random(f"{seed}/{example.id}")
-    numbers = numbers_in(example.question)
-    used = {index for step in equation for index in (step.left, step.right) if index is not None}
-    for number in range(count):
-        for _ in range(_DRAWS):
-            drawn = [draw.randint(1, max(12, 2 * n)) if i in used else n for i, n in enumerate(numbers)]
-            values = results(equation, drawn)
-            if values is not None:
-                yield replace(
-                    example,
-                    id=f"{example.id}~{number}",
-                    question=_with_numbers(example.question, drawn),
-                    gold=str(values[-1]),
-                    rationale=rationale(equation, drawn),
-                )
-                break
-
-
-def _with_numbers(question: str, numbers: Sequence[int]) -> str:
-    remaining = iter(numbers)
-    return _NUMBER.sub(lambda match: str(next(remaining)), question)
-
-
-def _candidates(count: int) -> Iterator[Equation]:
-    """Equations over `count` numbers, the simplest first."""
-    for (left, right), operation in product(permutations(range(count), 2), _OPERATIONS):
-        yield (Step(left=left, operation=operation, right=right),)
-    for (a, b, c), (first, second) in product(permutations(range(count), 3), product(_OPERATIONS, repeat=2)):
-        start = Step(left=a, operation=first, right=b)
-        yield (start, Step(left=None, operation=second, right=c))
-        yield (start, Step(left=c, operation=second, right=None))

@@ -19,11 +19,10 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from flatpeak.errors import UserError, did_you_mean
-from flatpeak.tasks.data_files import ExampleTask, Row, directory, fetch_file, read_file, read_objects
+from flatpeak.tasks.data_files import ExampleTask, Row, SeededConfig, directory, fetch_file, read_file, read_objects
 from flatpeak.tasks.decontamination import OverlapConfig, first_occurrences, is_held_out, question_key
 from flatpeak.tasks.rows import drop_overlap
 from flatpeak.types import Example
-from flatpeak.utils.schema import StrictConfig
 
 DR_SCI_HUB_NAME: Final = "MiniByte-666/Dr.SCI"
 MAX_UNUSABLE: Final = 0.01
@@ -31,7 +30,16 @@ MAX_UNUSABLE: Final = 0.01
 _LOCAL_FILE: Final = "task.path, a directory with the file"
 
 
-class CamelAIConfig(StrictConfig):
+class FilteredConfig(SeededConfig):
+    """A data set that holds out a part of its rows and drops some of the others."""
+
+    near_duplicates: Annotated[float, Field(gt=0, le=1)] | None = 0.9
+    """Keep only the first of questions this similar (Jaccard of word sets, numbers masked); null: of equal ones."""
+    overlap: OverlapConfig | None = None
+    """Drop training rows that overlap an evaluation set; null: keep them."""
+
+
+class CamelAIConfig(FilteredConfig):
     """CamelAI science: `camel-ai/biology`, `chemistry`, `physics` from the Hub, or from a local directory."""
 
     type: Literal["camel_ai"] = "camel_ai"
@@ -44,12 +52,6 @@ class CamelAIConfig(StrictConfig):
     null: load the zip files from the Hub."""
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.02
     """The share of (subject, topic, sub-topic) cells held out, by a seeded hash of the cell."""
-    near_duplicates: Annotated[float, Field(gt=0, le=1)] | None = 0.9
-    """Keep only the first of questions this similar (Jaccard of word sets, numbers masked); null: of equal ones."""
-    overlap: OverlapConfig | None = None
-    """Drop training rows that overlap an evaluation set; null: keep them."""
-    seed: int = 0
-    """The seed of the hash that selects held-out cells."""
 
     def load(self) -> ExampleTask:
         """Read the problems. `gold` is the whole published solution; subsets are subject and topic."""
@@ -57,7 +59,7 @@ class CamelAIConfig(StrictConfig):
         return _split_by_cell(questions, self, notices)
 
 
-class DrSCIConfig(StrictConfig):
+class DrSCIConfig(FilteredConfig):
     """Dr. SCI as reproduced in `MiniByte-666/Dr.SCI` (arXiv 2602.08321): two parquet files, from the Hub or local.
 
     Columns are named by their path: `extra_info.question` is the field `question` of the column `extra_info`.
@@ -85,12 +87,6 @@ class DrSCIConfig(StrictConfig):
     """The column whose values the split keeps together; null: each question alone (published files have no topic)."""
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.01
     """The share of questions (with `topic`: of topics) held out, by a seeded hash."""
-    near_duplicates: Annotated[float, Field(gt=0, le=1)] | None = 0.9
-    """Keep only the first of questions this similar (Jaccard of word sets, numbers masked); null: of equal ones."""
-    overlap: OverlapConfig | None = None
-    """Drop training rows that overlap an evaluation set; null: keep them."""
-    seed: int = 0
-    """The seed of the hash that selects held-out questions."""
 
     def load(self) -> ExampleTask:
         """Read the questions. The column `rubric` holds the row's criteria as {title, description, weight}."""
