@@ -511,7 +511,7 @@ def test_a_value_of_the_command_line_that_is_no_yaml_is_text():
 
 
 def test_a_key_of_another_type_is_not_offered_as_what_was_meant():
-    with pytest.raises(UserError, match="^unknown key task.question: task.type=rows has no question, but ") as error:
+    with pytest.raises(UserError, match=r"^unknown key task.question: task.type=rows has no question, but ") as error:
         parse_config(MODEL | {"task": {"type": "rows", "train": [{"path": "x.jsonl"}], "question": "q"}})
     assert "or task.question" not in str(error.value)
 
