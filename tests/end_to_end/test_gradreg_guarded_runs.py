@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from flatpeak.errors import RunError, UserError
 from flatpeak.runs.checkpoints import newest_valid
 from flatpeak.runs.summary import read_summary
+from support.commands import command
 from support.resumes import assert_same, outcome
 from support.reward_functions import parity
 
@@ -67,14 +65,7 @@ def test_the_command_exits_with_1_after_sft_and_with_2_before_anything_ran(
     file = tmp_path / "recipe.yaml"
     config = recipe(sft={"steps": 1}, gradient_regularization=section, rewards=rewards)
     file.write_text(yaml.safe_dump(config))
-    done = subprocess.run(
-        [sys.executable, "-c", "from flatpeak.cli.main import main; main()", "train", str(file)],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = command("train", str(file), cwd=tmp_path)
     assert done.returncode == code, done.stderr
     assert f"error: gradient regularization: {said}" in done.stderr
     assert bool(list(tmp_path.rglob("step_000001"))) == (code == 1)

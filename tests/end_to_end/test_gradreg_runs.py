@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from flatpeak.gradreg import schedule
 from flatpeak.runs.checkpoints import newest_valid
 from flatpeak.training import regularized
 from flatpeak.training.regularized import second_pass_loss
+from support.commands import command
 from support.resumes import Death, Run, assert_same, die, outcome
 from support.reward_functions import parity
 
@@ -316,14 +314,7 @@ def test_the_command_says_a_bad_setting_in_one_line_with_exit_code_2(
 ) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe()))
-    done = subprocess.run(
-        [sys.executable, "-c", "from flatpeak.cli.main import main; main()", "train", str(file), override],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = command("train", str(file), override, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1

@@ -3,8 +3,8 @@ r"""Verdicts that mathematicians agree on, by class: what a grader of mathematic
 The table is math_cases.txt: what stands in the box (`answer`), and whole transcripts (`text`); sections of a `rule` are
 questions of convention, settled in docs/grading.md. The classes are the known weaknesses of public graders:
 huggingface/Math-Verify issues 14, 41, 60 and 64 and pull request 82, EleutherAI/lm-evaluation-harness issues 2212 and
-4030, QwenLM/Qwen2.5-Math issue 50, open-compass/opencompass pull request 2593, hiyouga/MathRuler issue 2, verl, minerva,
-PRM800K and the Dr. GRPO grader.
+4030, QwenLM/Qwen2.5-Math issue 50, open-compass/opencompass pull request 2593, hiyouga/MathRuler issue 2, verl,
+minerva, PRM800K and the Dr. GRPO grader.
 """
 
 from __future__ import annotations
