@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ from flatpeak.runs.summary import read_summary
 from flatpeak.training.recorder import Recorder
 from support.resumes import assert_same, diverge, outcome
 from support.reward_functions import odd
+from support.runs import Recipe, Train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-Recipe, Train = Callable[..., dict[str, Any]], Callable[..., Any]
 KL = {"kl": {"coefficient": 0.1}}
 RESETS = {**KL, "reference": {"reset_every": 1}}
 REGULARIZED = {"gradient_regularization": {"strength": 0.1, "every": 2}}

@@ -23,6 +23,7 @@ from flatpeak.runs.metrics import read_metrics
 from support.models import run_model, save_run_model
 from support.preferences import reward_model_recipe, write_pairs
 from support.reward_functions import varied_text
+from support.runs import Recipe
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +49,7 @@ def digest(directory: Path) -> str:
 
 
 @pytest.fixture
-def adapted(recipe: Callable[..., Any], base: Path) -> Callable[..., Any]:
+def adapted(recipe: Recipe, base: Path) -> Callable[..., Any]:
     """`adapted(kind, **sections)`: a recipe that trains adapters of the base."""
 
     def make(kind: str, **sections: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from flatpeak.pipeline import run_components, train_reward_model
 from flatpeak.types import Example, Group
 from support.commands import command, without
 from support.reward_functions import asks_for_a_column, length, not_a_number, raises, wrong_length
+from support.runs import MakeModel, Recipe, Train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,7 +36,7 @@ class Sums:
 
 
 @pytest.fixture
-def expect_refusal(recipe: Callable[..., Any], train: Callable[..., Any], tmp_path: Path) -> Callable[..., None]:
+def expect_refusal(recipe: Recipe, train: Train, tmp_path: Path) -> Callable[..., None]:
     """`expect_refusal(match, given, **sections)`: train raises one matching line and leaves no run directory."""
 
     def check(match: str, given: dict[str, Any] | None = None, **sections: Any) -> None:
@@ -105,9 +106,7 @@ def test_a_prompt_longer_than_the_context(expect_refusal: Callable[..., None], t
     expect_refusal(r"1 of \d+ prompts exceed 60 tokens .*prompt\.overlong", task=rows(path))
 
 
-def test_a_chat_prompt_without_a_chat_template(
-    expect_refusal: Callable[..., None], make_tiny_model: Callable[..., Any]
-) -> None:
+def test_a_chat_prompt_without_a_chat_template(expect_refusal: Callable[..., None], make_tiny_model: MakeModel) -> None:
     model, tokenizer = make_tiny_model()
     expect_refusal("no chat template", {"model": model, "tokenizer": tokenizer}, prompt={"template": "chat"})
 
@@ -116,24 +115,18 @@ def test_sft_without_rationales(expect_refusal: Callable[..., None], tmp_path: P
     expect_refusal("sft.steps .*rationale", task=rows(jsonl(tmp_path / "rows.jsonl", TEN)), sft={"steps": 2})
 
 
-def test_a_model_without_any_end_of_sequence(
-    expect_refusal: Callable[..., None], make_tiny_model: Callable[..., Any]
-) -> None:
+def test_a_model_without_any_end_of_sequence(expect_refusal: Callable[..., None], make_tiny_model: MakeModel) -> None:
     model, tokenizer = make_tiny_model()
     tokenizer.eos_token = None
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     expect_refusal("end-of-sequence", {"model": model, "tokenizer": tokenizer})
 
 
-def test_a_model_without_its_tokenizer(
-    expect_refusal: Callable[..., None], make_tiny_model: Callable[..., Any]
-) -> None:
+def test_a_model_without_its_tokenizer(expect_refusal: Callable[..., None], make_tiny_model: MakeModel) -> None:
     expect_refusal("tokenizer", {"model": make_tiny_model()[0]})
 
 
-def test_a_model_with_nothing_to_train(
-    expect_refusal: Callable[..., None], make_tiny_model: Callable[..., Any]
-) -> None:
+def test_a_model_with_nothing_to_train(expect_refusal: Callable[..., None], make_tiny_model: MakeModel) -> None:
     model, tokenizer = make_tiny_model()
     expect_refusal("requires_grad", {"model": model.requires_grad_(False), "tokenizer": tokenizer})
 
@@ -150,9 +143,7 @@ def test_a_task_of_the_callers_is_checked(expect_refusal: Callable[..., None], t
     expect_refusal(match, {"task": task})
 
 
-def test_a_tokenizer_without_a_pad_token_just_works(
-    recipe: Callable[..., Any], train: Callable[..., Any], make_tiny_model: Callable[..., Any]
-) -> None:
+def test_a_tokenizer_without_a_pad_token_just_works(recipe: Recipe, train: Train, make_tiny_model: MakeModel) -> None:
     for engine in ("native", "generate"):
         model, tokenizer = make_tiny_model()
         tokenizer.pad_token = None
@@ -179,15 +170,13 @@ def no_grader(groups: Sequence[Group]) -> Any:
     ],
 )
 def test_a_reward_that_fails_at_its_first_call_leaves_nothing_in_the_way(
-    expect_refusal: Callable[..., None], recipe: Callable[..., Any], train: Callable[..., Any], reward: Any, match: str
+    expect_refusal: Callable[..., None], recipe: Recipe, train: Train, reward: Any, match: str
 ) -> None:
     expect_refusal(match, {"reward": reward})
     assert train(recipe(), reward=length).exit_code == 0
 
 
-def test_a_reward_that_fails_later_leaves_the_run_to_be_resumed(
-    recipe: Callable[..., Any], train: Callable[..., Any]
-) -> None:
+def test_a_reward_that_fails_later_leaves_the_run_to_be_resumed(recipe: Recipe, train: Train) -> None:
     calls = []
 
     def fails_at_the_third_call(completions: list[str]) -> list[float]:
@@ -200,15 +189,11 @@ def test_a_reward_that_fails_later_leaves_the_run_to_be_resumed(
     assert train(config, reward=fails_at_the_third_call, resume=True).summary.last_step == 2
 
 
-def test_a_reward_that_tells_no_answers_lets_equal_texts_vote_together(
-    recipe: Callable[..., Any], train: Callable[..., Any]
-) -> None:
+def test_a_reward_that_tells_no_answers_lets_equal_texts_vote_together(recipe: Recipe, train: Train) -> None:
     assert train(recipe(evaluation={"samples": 2}), reward=no_grader).exit_code == 0
 
 
-def test_a_run_name_that_exists_is_refused_and_left_alone(
-    recipe: Callable[..., Any], train: Callable[..., Any]
-) -> None:
+def test_a_run_name_that_exists_is_refused_and_left_alone(recipe: Recipe, train: Train) -> None:
     first = train(recipe(), reward=length)
     before = {path: path.read_bytes() for path in first.path.rglob("*") if path.is_file() and path.name != ".lock"}
     with pytest.raises(UserError, match=r"exists: continue it with --resume, delete it with --overwrite"):
@@ -217,7 +202,7 @@ def test_a_run_name_that_exists_is_refused_and_left_alone(
     assert train(recipe(), reward=length, overwrite=True).exit_code == 0
 
 
-def test_short_contexts_are_enough_for_the_start_up_test(recipe: Callable[..., Any], tmp_path: Path) -> None:
+def test_short_contexts_are_enough_for_the_start_up_test(recipe: Recipe, tmp_path: Path) -> None:
     # Learned positions end with the context: a probe that decodes beyond it would fail.
     gpt2 = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8}
     config = recipe(model={"new": {"architecture": "gpt2", "config": None}})
@@ -225,9 +210,7 @@ def test_short_contexts_are_enough_for_the_start_up_test(recipe: Callable[..., A
     assert flatpeak.train(config, reward=length).exit_code == 0
 
 
-def test_the_command_line_says_a_bad_key_in_one_line_before_torch_is_imported(
-    recipe: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_the_command_line_says_a_bad_key_in_one_line_before_torch_is_imported(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe()))
     (done,) = without("torch", commands=[["train", "r.yaml", "optimizer.learning_rat=1e-3"]], cwd=tmp_path)
     assert done.returncode == 2
@@ -236,7 +219,7 @@ def test_the_command_line_says_a_bad_key_in_one_line_before_torch_is_imported(
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_command_line_says_missing_data_in_one_line(recipe: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_command_line_says_missing_data_in_one_line(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe(task=rows(str(tmp_path / "nowhere.jsonl")))))
     done = command("train", "r.yaml", cwd=tmp_path)
     assert done.returncode == 2, done.stderr
@@ -269,8 +252,8 @@ def test_completions_that_fill_the_context_are_refused_by_the_context_and_the_li
     ],
 )
 def test_a_start_that_the_run_refuses_loads_neither_model_nor_task(
-    recipe: Callable[..., Any],
-    train: Callable[..., Any],
+    recipe: Recipe,
+    train: Train,
     monkeypatch: pytest.MonkeyPatch,
     options: dict[str, Any],
     sections: dict[str, Any],
@@ -287,9 +270,7 @@ def test_a_start_that_the_run_refuses_loads_neither_model_nor_task(
         flatpeak.train_reward_model(pairs, **options)
 
 
-def test_the_command_refuses_a_start_before_torch_is_imported(
-    recipe: Callable[..., Any], train: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_the_command_refuses_a_start_before_torch_is_imported(recipe: Recipe, train: Train, tmp_path: Path) -> None:
     train(recipe(training={"steps": 1}), reward=length)
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe(training={"steps": 1})))
     started = (["train", "r.yaml"], ["train", "r.yaml", "--resume", "optimizer.learning_rate=0.5"])

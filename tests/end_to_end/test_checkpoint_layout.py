@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,9 @@ from flatpeak.runs.notices import read_notices
 from flatpeak.types import Example, Prompt, SamplingParams
 from support.resumes import steps_of
 from support.reward_functions import odd
+from support.runs import Recipe, Train
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
-Recipe, Train = Callable[..., dict[str, Any]], Callable[..., Any]
 RESETS = {"kl": {"coefficient": 0.1}, "reference": {"reset_every": 1}, "sft": {"steps": 1, "batch_size": 4}}
 VLLM = os.environ.get("FLATPEAK_VLLM_PYTHON")
 """The interpreter of an environment that has vLLM."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from flatpeak.runs.summary import read_summary
 from support.commands import command
 from support.resumes import assert_same, outcome
 from support.reward_functions import parity
+from support.runs import MakeModel, Recipe, Train
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 TOO_LONG = {"strength": "ratio:0.3", "step": 10.0, "perturbed": "all"}
@@ -28,9 +28,7 @@ def summary_of(config: dict[str, Any]) -> Any:
     return read_summary(Path(config["run"]["directory"]) / config["run"]["name"] / "summary.json")
 
 
-def test_a_refusal_after_sft_leaves_its_checkpoint_and_is_a_failed_run(
-    recipe: Callable[..., Any], train: Callable[..., Any]
-) -> None:
+def test_a_refusal_after_sft_leaves_its_checkpoint_and_is_a_failed_run(recipe: Recipe, train: Train) -> None:
     config = recipe(sft={"steps": 2}, gradient_regularization=TOO_LONG)
     with pytest.raises(RunError, match=r"bends over so long a step: lower gradient_regularization\.step"):
         train(config, reward=parity)
@@ -39,9 +37,7 @@ def test_a_refusal_after_sft_leaves_its_checkpoint_and_is_a_failed_run(
     assert summary_of(config).status == "failed"
 
 
-def test_a_refusal_in_the_middle_keeps_the_last_step_and_is_a_failed_run(
-    recipe: Callable[..., Any], train: Callable[..., Any]
-) -> None:
+def test_a_refusal_in_the_middle_keeps_the_last_step_and_is_a_failed_run(recipe: Recipe, train: Train) -> None:
     config = recipe(training={"steps": 4}, gradient_regularization={**TOO_LONG, "delay_updates": 2})
     with pytest.raises(RunError, match="bends over so long a step"):
         train(config, reward=parity)
@@ -58,7 +54,7 @@ def test_a_refusal_in_the_middle_keeps_the_last_step_and_is_a_failed_run(
     ],
 )
 def test_the_command_exits_with_1_after_sft_and_with_2_before_anything_ran(
-    recipe: Callable[..., Any], tmp_path: Path, section: dict[str, Any], code: int, said: str
+    recipe: Recipe, tmp_path: Path, section: dict[str, Any], code: int, said: str
 ) -> None:
     (tmp_path / "parity.py").write_text("def parity(completion):\n    return float(sum(map(ord, completion)) % 2)\n")
     rewards = {"correctness": {"type": "function", "function": f"{tmp_path / 'parity.py'}:parity", "timeout": None}}
@@ -71,7 +67,7 @@ def test_the_command_exits_with_1_after_sft_and_with_2_before_anything_ran(
     assert bool(list(tmp_path.rglob("step_000001"))) == (code == 1)
 
 
-def adapted(make_tiny_model: Callable[..., Any]) -> tuple[Any, Any]:
+def adapted(make_tiny_model: MakeModel) -> tuple[Any, Any]:
     """A bfloat16 model with float32 adapters, as PEFT makes them."""
     model, tokenizer = make_tiny_model()
     torch.manual_seed(0)
@@ -84,7 +80,7 @@ def adapted(make_tiny_model: Callable[..., Any]) -> tuple[Any, Any]:
 
 
 def test_float32_adapters_of_a_bfloat16_model_take_a_longer_step(
-    recipe: Callable[..., Any], train: Callable[..., Any], watch: Any, make_tiny_model: Callable[..., Any]
+    recipe: Recipe, train: Train, watch: Any, make_tiny_model: MakeModel
 ) -> None:
     model, tokenizer = adapted(make_tiny_model)
     progress = watch()
@@ -96,9 +92,7 @@ def test_float32_adapters_of_a_bfloat16_model_take_a_longer_step(
     assert checked[0] > 0.5
 
 
-def test_the_step_of_float32_is_refused_for_them(
-    recipe: Callable[..., Any], train: Callable[..., Any], make_tiny_model: Callable[..., Any]
-) -> None:
+def test_the_step_of_float32_is_refused_for_them(recipe: Recipe, train: Train, make_tiny_model: MakeModel) -> None:
     model, tokenizer = adapted(make_tiny_model)
     config = recipe(training={"steps": 2}, gradient_regularization={"strength": "ratio:0.3", "step": 3e-5})
     config["model"].pop("new", None)
@@ -111,7 +105,7 @@ def no_signal(completion: str) -> float:
 
 
 def test_updates_without_advantages_leave_strength_and_check_to_the_first_that_has_some(
-    recipe: Callable[..., Any], train: Callable[..., Any], watch: Any
+    recipe: Recipe, train: Train, watch: Any
 ) -> None:
     # The entropy's gradient is small and its curvature smaller: 0.3 of it would ask for a strength of thousands.
     rewarded: list[bool] = []

@@ -22,6 +22,7 @@ from flatpeak.training.regularized import second_pass_loss
 from support.commands import command
 from support.resumes import Death, Run, assert_same, die, outcome
 from support.reward_functions import parity
+from support.runs import MakeModel, Recipe, Send, Train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MakeRun = Callable[..., Run]
@@ -61,9 +62,7 @@ def in_second_pass(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return arrange
 
 
-def test_a_run_reports_what_regularization_did(
-    recipe: Callable[..., Any], train: Callable[..., Any], watch: Any
-) -> None:
+def test_a_run_reports_what_regularization_did(recipe: Recipe, train: Train, watch: Any) -> None:
     progress = watch()
     config = recipe(training={"steps": 4}, sft={"steps": 1}, gradient_regularization={"strength": "ratio:0.3"})
     assert train(config, reward=parity, progress=progress).exit_code == 0
@@ -205,10 +204,10 @@ def test_an_interrupt_in_a_second_pass_lets_the_step_end_and_leaves_a_valid_chec
 
 @pytest.mark.parametrize("ending", ["interrupt", "error"])
 def test_a_run_that_breaks_in_a_second_pass_leaves_the_weights_of_its_last_step(
-    recipe: Callable[..., Any],
-    train: Callable[..., Any],
-    make_tiny_model: Callable[..., Any],
-    send: Callable[[int], Callable[[], None]],
+    recipe: Recipe,
+    train: Train,
+    make_tiny_model: MakeModel,
+    send: Send,
     in_second_pass: Callable[..., None],
     ending: str,
 ) -> None:
@@ -237,12 +236,7 @@ def test_a_run_that_breaks_in_a_second_pass_leaves_the_weights_of_its_last_step(
     ids=["first pass", "second pass"],
 )
 def test_a_gradient_that_is_not_a_number_never_reaches_the_weights(
-    recipe: Callable[..., Any],
-    train: Callable[..., Any],
-    watch: Any,
-    make_tiny_model: Callable[..., Any],
-    poisoned: int,
-    skips: dict[str, float],
+    recipe: Recipe, train: Train, watch: Any, make_tiny_model: MakeModel, poisoned: int, skips: dict[str, float]
 ) -> None:
     model, tokenizer = make_tiny_model()
     calls: list[None] = []
@@ -289,7 +283,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("section", "message"), REFUSED, ids=[str(section) for section, _ in REFUSED])
 def test_bad_settings_are_one_line_and_leave_no_run(
-    recipe: Callable[..., Any], train: Callable[..., Any], tmp_path: Path, section: dict[str, Any], message: str
+    recipe: Recipe, train: Train, tmp_path: Path, section: dict[str, Any], message: str
 ) -> None:
     config = recipe(gradient_regularization=section, sft={"steps": 1})
     with pytest.raises(UserError, match=message) as caught:
@@ -310,7 +304,7 @@ def test_bad_settings_are_one_line_and_leave_no_run(
     ],
 )
 def test_the_command_says_a_bad_setting_in_one_line_with_exit_code_2(
-    recipe: Callable[..., Any], tmp_path: Path, override: str, message: str
+    recipe: Recipe, tmp_path: Path, override: str, message: str
 ) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe()))

@@ -21,6 +21,7 @@ from flatpeak.training.collect import collect
 from flatpeak.training.curriculum import Phase, Stream
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams
 from support.resumes import assert_same, outcome
+from support.runs import Recipe, Train
 from support.worker_functions import step_by_step
 from support.workers import all_end
 
@@ -99,7 +100,7 @@ def test_a_group_is_graded_before_the_next_one_is_sampled(tmp_path: Path, size: 
 
 
 def test_a_run_with_workers_leaves_what_one_without_them_leaves(
-    make_run: Callable[..., Any], train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    make_run: Callable[..., Any], train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build = pipeline_samplers.build_sampler
     samplers: list[Backwards] = []
@@ -135,7 +136,7 @@ def pids(directory: Path) -> list[int]:
     return [int(path.name) for path in directory.iterdir()]
 
 
-def watched(recipe: Callable[..., Any], directory: Path) -> dict[str, Any]:
+def watched(recipe: Recipe, directory: Path) -> dict[str, Any]:
     """A recipe of two steps whose one worker leaves its process id in the directory."""
     directory.mkdir()
     mine = {"type": "function", "function": "support.worker_functions:note", "arguments": {"directory": str(directory)}}
@@ -145,7 +146,7 @@ def watched(recipe: Callable[..., Any], directory: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_all_processes_of_a_job_is_for_the_run_to_answer(
-    recipe: Callable[..., Any], train: Callable[..., Any], watch: Any, tmp_path: Path, number: signal.Signals
+    recipe: Recipe, train: Train, watch: Any, tmp_path: Path, number: signal.Signals
 ) -> None:
     seen = tmp_path / "seen"
     actions = {
@@ -160,9 +161,7 @@ def test_a_signal_to_all_processes_of_a_job_is_for_the_run_to_answer(
     assert all_end(pids(seen), within=0)
 
 
-def test_workers_end_with_a_run_that_fails(
-    recipe: Callable[..., Any], train: Callable[..., Any], watch: Any, tmp_path: Path
-) -> None:
+def test_workers_end_with_a_run_that_fails(recipe: Recipe, train: Train, watch: Any, tmp_path: Path) -> None:
     seen = tmp_path / "seen"
 
     def fail() -> None:
@@ -176,7 +175,7 @@ def test_workers_end_with_a_run_that_fails(
 
 
 def test_training_goes_on_without_the_scores_of_a_worker_that_died(
-    recipe: Callable[..., Any], train: Callable[..., Any], watch: Any, tmp_path: Path
+    recipe: Recipe, train: Train, watch: Any, tmp_path: Path
 ) -> None:
     mark = tmp_path / "mark"
     mark.touch()

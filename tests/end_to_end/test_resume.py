@@ -16,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 import flatpeak
 from flatpeak.errors import UserError
 from support.resumes import Judge, Run, assert_same, outcome
+from support.runs import Recipe, Train
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 MakeRun = Callable[..., Run]
@@ -138,8 +139,8 @@ def test_dropout_resumes_to_the_same_bits(make_run: MakeRun, send: Any) -> None:
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["full model", "LoRA"])
 def test_a_model_of_the_callers_resumes_to_the_same_bits(
-    recipe: Callable[..., Any],
-    train: Callable[..., Any],
+    recipe: Recipe,
+    train: Train,
     watch: Any,
     make_tiny_model: Any,
     send: Any,

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import flatpeak.pipeline.train
 from flatpeak.training.master_weights import MasterWeights
 from support.resumes import Death, Judge, Run, assert_same, die, outcome
+from support.runs import Recipe, Train
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 MakeRun = Callable[..., Run]
@@ -120,7 +121,7 @@ def test_regularization_that_remembers_resumes_to_the_same_bits(make_coarse_run:
 
 
 def test_a_bfloat16_model_of_the_callers_trains_on_masters_and_resumes_to_the_same_bits(
-    recipe: Callable[..., Any], train: Callable[..., Any], watch: Any, make_tiny_model: Any, send: Any
+    recipe: Recipe, train: Train, watch: Any, make_tiny_model: Any, send: Any
 ) -> None:
     ends = []
     for name, stop in (("whole", {}), ("cut", {("train", 2): send(signal.SIGTERM)})):
@@ -144,7 +145,7 @@ def test_a_bfloat16_model_of_the_callers_trains_on_masters_and_resumes_to_the_sa
 
 
 def test_a_callers_float16_model_is_refused_before_there_is_a_run(
-    recipe: Callable[..., Any], train: Callable[..., Any], make_tiny_model: Any
+    recipe: Recipe, train: Train, make_tiny_model: Any
 ) -> None:
     model, tokenizer = make_tiny_model()
     config = recipe()

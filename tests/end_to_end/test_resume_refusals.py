@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,10 +21,9 @@ from flatpeak.runs.checkpoints import CheckpointState
 from flatpeak.training.sft import SFTTrainer
 from support.models import run_model
 from support.reward_functions import odd
+from support.runs import MakeModel, Recipe, Train, Watch
 
 pytestmark = pytest.mark.slow
-
-Recipe, Train, Watch = Callable[..., dict[str, Any]], Callable[..., Any], Callable[..., Any]
 
 
 def flip(path: Path) -> None:
@@ -163,7 +160,7 @@ def test_what_sft_needed_is_freed_before_rl_begins(recipe: Recipe, train: Train,
 
 
 def test_the_gradients_of_sft_are_freed_at_its_end(
-    recipe: Recipe, train: Train, watch: Watch, make_tiny_model: Callable[..., Any]
+    recipe: Recipe, train: Train, watch: Watch, make_tiny_model: MakeModel
 ) -> None:
     model, tokenizer = make_tiny_model()
     seen: list[bool] = []

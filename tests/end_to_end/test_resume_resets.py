@@ -15,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from support.resumes import RL_STEPS, Death, Judge, Run, assert_same, die, outcome
+from support.runs import Recipe, Train
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 MakeRun = Callable[..., Run]
@@ -142,8 +143,8 @@ def test_a_named_reference_is_replaced_and_stays_so_when_resumed(
 
 
 def test_an_adapter_of_the_callers_resumes_to_the_same_bits_and_only_it_is_stored(
-    recipe: Callable[..., Any],
-    train: Callable[..., Any],
+    recipe: Recipe,
+    train: Train,
     watch: Any,
     make_tiny_model: Any,
     send: Any,
@@ -197,9 +198,7 @@ def test_nothing_is_stored_without_a_rule(whole: Callable[..., dict[str, Any]]) 
 
 
 @pytest.mark.parametrize("rule", [{"reset_every": 1}, {"reset_at_kl": 1e-9}])
-def test_a_rule_alone_keeps_a_reference(
-    recipe: Callable[..., Any], train: Callable[..., Any], watch: Any, rule: dict[str, Any]
-) -> None:
+def test_a_rule_alone_keeps_a_reference(recipe: Recipe, train: Train, watch: Any, rule: dict[str, Any]) -> None:
     seen = watch()
     config = recipe(reference=rule, training={"steps": 3})
     train(config, reward=lambda completion_ids: [sum(ids) / 100 for ids in completion_ids], progress=seen)

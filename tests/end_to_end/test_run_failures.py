@@ -23,9 +23,9 @@ from flatpeak.training import recorder
 from flatpeak.training.learner import Learner
 from flatpeak.types import Scores
 from support.resumes import assert_same, diverge, outcome
+from support.runs import Recipe, Train, Watch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-Recipe, Train, Watch = Callable[..., dict[str, Any]], Callable[..., Any], Callable[..., Any]
 
 
 class Odd:

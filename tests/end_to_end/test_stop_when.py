@@ -14,6 +14,7 @@ from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.notices import read_notices
 from flatpeak.runs.summary import read_summary
 from support.resumes import RL_STEPS, Death, Judge, Run, assert_same, die, outcome
+from support.runs import Recipe, Train
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 MakeRun = Callable[..., Run]
@@ -132,7 +133,7 @@ def test_a_misspelt_metric_is_told_once_and_ends_nothing(make: MakeRun, send: An
     ],
 )
 def test_a_condition_that_cannot_be_decided_is_one_line(
-    recipe: Callable[..., Any], train: Callable[..., Any], condition: dict[str, Any], message: str
+    recipe: Recipe, train: Train, condition: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message) as caught:
         train(recipe(training={"stop_when": condition}), reward=Judge())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from flatpeak.kernels.native.build import UnavailableError, library_name
 from flatpeak.pipeline.rollout_engines import PlainSampler
 from flatpeak.report.page import shorten_hashes, write_report
 from flatpeak.runs.manifest import check_resumable, describe_start
+from support.runs import Recipe, Train
 
 OLD = {"evaluation": {"every": 5}, "rewards": {"correctness": {"type": "number"}}, "curriculum": None}
 
@@ -57,7 +57,7 @@ def own_sampler(policy: Any) -> OwnSampler:
     ids=["native", "torch", "generate", "own"],
 )
 def test_the_manifest_and_the_report_name_what_draws_the_rollouts(
-    rollout: Any, options: Any, decoder: str | None, recipe: Callable[..., Any], train: Callable[..., Any]
+    rollout: Any, options: Any, decoder: str | None, recipe: Recipe, train: Train
 ) -> None:
     try:
         expected = decoder or library_name()

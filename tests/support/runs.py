@@ -12,6 +12,12 @@ import pytest
 
 from support.models import RUN_SIZES
 
+Recipe = Callable[..., dict[str, Any]]
+"""The fixture `recipe`, and below those of the same names."""
+Train = Callable[..., Any]
+MakeModel = Callable[..., tuple[Any, Any]]
+Send = Callable[[int], Callable[[], None]]
+
 
 def tiny_recipe(directory: Path, **sections: Any) -> dict[str, Any]:
     """Single-digit sums, a model of a few thousand parameters, two steps; `sections` are merged over it."""
@@ -69,3 +75,6 @@ class Watcher:
 
     def values(self, name: str, *, stage: str = "train") -> list[float]:
         return [metrics[name] for seen, _, metrics in self.rows if seen == stage]
+
+
+Watch = Callable[..., Watcher]

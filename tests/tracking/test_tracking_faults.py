@@ -22,7 +22,7 @@ from flatpeak.runs.notices import read_notices
 from flatpeak.tracking import background, trackers
 from flatpeak.tracking.backend import RunFacts
 from flatpeak.tracking.config import TrackingConfig
-from support.runs import Watcher
+from support.runs import Recipe, Train, Watcher
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -52,7 +52,7 @@ def weights(run: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def plain(recipe: Callable[..., Any], train: Callable[..., Any]) -> dict[str, bytes]:
+def plain(recipe: Recipe, train: Train) -> dict[str, bytes]:
     """The weights of the run without trackers."""
     return weights(train(recipe(run={"name": "plain"}, training={"steps": 3})).path)
 
