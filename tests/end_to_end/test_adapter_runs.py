@@ -20,7 +20,7 @@ from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
 from flatpeak.rewards.reward_model import load_scorer
 from flatpeak.runs.metrics import read_metrics
-from support.models import run_model, save_run_model
+from support.models import run_model
 from support.preferences import reward_model_recipe, write_pairs
 from support.reward_functions import varied_text
 from support.runs import Recipe
@@ -36,12 +36,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "nf4": {"lora": {"rank": 4, "alpha": 8}, "quantization": "nf4"},
     "nf4_bfloat16": {"lora": {"rank": 4, "alpha": 8}, "quantization": "nf4", "dtype": "bfloat16"},
 }
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    """A saved model with its tokenizer."""
-    return save_run_model(tmp_path / "base")
 
 
 def digest(directory: Path) -> str:

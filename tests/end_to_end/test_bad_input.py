@@ -17,7 +17,7 @@ from flatpeak.pipeline import run_components, train_reward_model
 from flatpeak.types import Example, Group
 from support.commands import command, without
 from support.reward_functions import asks_for_a_column, length, not_a_number, raises, wrong_length
-from support.runs import MakeModel, Recipe, Train
+from support.runs import Finished, MakeModel, Recipe, Train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -193,9 +193,9 @@ def test_a_reward_that_tells_no_answers_lets_equal_texts_vote_together(recipe: R
     assert train(recipe(evaluation={"samples": 2}), reward=no_grader).exit_code == 0
 
 
-def test_a_run_name_that_exists_is_refused_and_left_alone(recipe: Recipe, train: Train) -> None:
-    first = train(recipe(), reward=length)
-    before = {path: path.read_bytes() for path in first.path.rglob("*") if path.is_file() and path.name != ".lock"}
+def test_a_run_name_that_exists_is_refused_and_left_alone(recipe: Recipe, train: Train, finished: Finished) -> None:
+    first = finished(length)
+    before = {path: path.read_bytes() for path in first.rglob("*") if path.is_file() and path.name != ".lock"}
     with pytest.raises(UserError, match=r"exists: continue it with --resume, delete it with --overwrite"):
         train(recipe(), reward=length)
     assert before == {path: path.read_bytes() for path in before}
@@ -254,12 +254,13 @@ def test_completions_that_fill_the_context_are_refused_by_the_context_and_the_li
 def test_a_start_that_the_run_refuses_loads_neither_model_nor_task(
     recipe: Recipe,
     train: Train,
+    finished: Finished,
     monkeypatch: pytest.MonkeyPatch,
     options: dict[str, Any],
     sections: dict[str, Any],
     says: str,
 ) -> None:
-    train(recipe(training={"steps": 1}), reward=length)
+    finished(length, training={"steps": 1})
     monkeypatch.setattr(run_components, "build_components", lambda *args, **settings: pytest.fail("loaded"))
     monkeypatch.setattr(train_reward_model, "load_preferences", lambda task: pytest.fail("loaded"))
     changed = recipe(**{"training": {"steps": 1}, **sections})
@@ -270,8 +271,10 @@ def test_a_start_that_the_run_refuses_loads_neither_model_nor_task(
         flatpeak.train_reward_model(pairs, **options)
 
 
-def test_the_command_refuses_a_start_before_torch_is_imported(recipe: Recipe, train: Train, tmp_path: Path) -> None:
-    train(recipe(training={"steps": 1}), reward=length)
+def test_the_command_refuses_a_start_before_torch_is_imported(
+    recipe: Recipe, finished: Finished, tmp_path: Path
+) -> None:
+    finished(length, training={"steps": 1})
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe(training={"steps": 1})))
     started = (["train", "r.yaml"], ["train", "r.yaml", "--resume", "optimizer.learning_rate=0.5"])
     first, second = without("torch", commands=started, cwd=tmp_path)

@@ -49,20 +49,19 @@ def timeless(result: flatpeak.RunResult) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_reward_for_one_token_climbs_from_chance_to_nearly_always(recipe: Recipe) -> None:
+def test_a_reward_for_one_token_climbs_from_chance_to_nearly_always(recipe: Recipe, train: Train) -> None:
     config = recipe(
         rollout={"prompts_per_step": 8, "group_size": 8},
         optimizer={"learning_rate": 3e-2},
         training={"steps": 20},
     )
-    result = flatpeak.train(config, reward=chosen_fraction)
+    result = train(config, reward=chosen_fraction)
     rewards = [row["reward/mean"] for row in read_metrics(result.path / "metrics.jsonl") if row["stage"] == "train"]
     vocabulary = next(iter(weights(result.best).values())).shape[0]
     assert rewards[0] == pytest.approx(1 / vocabulary, abs=0.06)
     assert min(rewards[-3:]) > 0.95
     assert result.exit_code == 0
     assert result.summary.status == "done"
-    assert result.report.read_text(encoding="utf-8").startswith("<!")
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(recipe: Recipe, train: Train) -> None:

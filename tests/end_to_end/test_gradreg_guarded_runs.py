@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from flatpeak.errors import RunError, UserError
 from flatpeak.runs.checkpoints import newest_valid
 from flatpeak.runs.summary import read_summary
 from support.commands import command
-from support.resumes import assert_same, outcome
+from support.resumes import MakeRun, Whole, assert_same
 from support.reward_functions import parity
 from support.runs import MakeModel, Recipe, Train
 
@@ -126,17 +125,9 @@ def test_updates_without_advantages_leave_strength_and_check_to_the_first_that_h
     assert ["gradreg/step_consistency" in row for row in rows] == [False, False, True, False]
 
 
-def test_a_run_that_is_stopped_between_checks_resumes_to_the_same_bits(make_run: Any, send: Any) -> None:
-    ends = []
-    section = {"strength": "ratio:0.3", "check_every": 3}
-    for name, stop in (("whole", {}), ("cut", {("train", 2): send(signal.SIGTERM)})):
-        run = make_run(name, gradient_regularization=section)
-        run.start(stop=stop)
-        if stop:
-            assert run.start(resume=True).exit_code == 0
-        ends.append(outcome(run.path))
-        for row in ends[-1]["metrics"]:
-            row.pop("gradreg/time_share", None)
-    checked = [row["step"] for row in ends[0]["metrics"] if "gradreg/step_consistency" in row]
-    assert len(checked) >= 2
-    assert_same(ends[1], ends[0])
+def test_a_run_that_is_stopped_between_checks_resumes_to_the_same_bits(make_run: MakeRun, whole: Whole) -> None:
+    sections = {"gradient_regularization": {"strength": "ratio:0.3", "check_every": 3}}
+    expected, run = whole(**sections), make_run(**sections)
+    assert sum("gradreg/step_consistency" in row for row in expected["metrics"]) >= 2
+    run.stop_at("train", 2)
+    assert_same(run.go_on(), expected)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams
 from support.resumes import assert_same, outcome
 from support.runs import Recipe, Train
 from support.worker_functions import step_by_step
-from support.workers import all_end
+from support.workers import all_end, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 REWARDS = {
@@ -67,10 +66,7 @@ class Waiting(Sampler):
     ) -> Iterator[tuple[int, Group]]:
         for index, prompt in sorted(enumerate(prompts), key=lambda pair: int(pair[1].id)):
             before = prompt.example.columns["before"]
-            deadline = time.monotonic() + 20
-            while before and not Path(before).exists():
-                assert time.monotonic() < deadline, "the group before was never graded"
-                time.sleep(0.01)
+            wait_for(lambda before=before: not before or Path(before).exists())
             texts = [f"{prompt.id}.{place}" for place in range(group_size)]
             completions = [
                 Completion(token_ids=(2,), logprobs=(0.0,), finish_reason="stop", text=text) for text in texts

@@ -24,7 +24,7 @@ from flatpeak.report.explain_group import explain, render
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.notices import read_notices
 from support.pushed_runs import card_of
-from support.resumes import Run, assert_same, outcome
+from support.resumes import Run, assert_same
 from support.reward_functions import varied
 from support.runs import Recipe, Train
 
@@ -101,19 +101,16 @@ def test_copies_of_loss_and_advantage_train_the_same_weights(
 
 @pytest.mark.slow
 def test_a_run_that_is_stopped_and_resumed_ends_the_same(
-    make_run: Callable[..., Run], uninterrupted: dict[str, Any], send: Any, copies: Path
+    make_run: Callable[..., Run], uninterrupted: dict[str, Any], copies: Path
 ) -> None:
     def make(name: str) -> Run:
         run = make_run(name, objective={"loss": f"{copies}:loss"})
         run.config["advantage"] = {"function": f"{copies}:advantage", "arguments": {"scale": "none"}}
         return run
 
-    whole, stopped = make("whole"), make("stopped")
-    whole.start()
-    assert stopped.start(stop={("train", 3): send(signal.SIGTERM)}).exit_code == 143
-    assert stopped.start(resume=True).exit_code == 0
-    expected = outcome(whole.path)
-    assert_same(outcome(stopped.path), expected)
+    expected, stopped = make("whole").finish(), make("stopped")
+    stopped.stop_at("train", 3)
+    assert_same(stopped.go_on(), expected)
     assert mentions(stopped.path) == []
     for part in ("weights", "optimizer"):  # of the built-in loss and advantage
         assert all(torch.equal(uninterrupted[part][name], tensor) for name, tensor in expected[part].items())
