@@ -34,6 +34,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_sessionfinish() -> None:
+    """Leave all there is to the end of the process: pytest would look through it five times for garbage."""
+    gc.freeze()
+
+
 @pytest.fixture
 def recipe(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """`recipe(**sections)`: a tiny recipe whose runs go to `tmp_path / "runs"`."""

@@ -29,7 +29,7 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(
             **sections,
             run={"name": name},
             rollout={"prompts_per_step": 7, "group_size": 5, "max_new_tokens": 9},
-            training={"steps": 4, "micro_batch_tokens": 7},
+            training={"steps": 3, "micro_batch_tokens": 7},
         )
         progress = watch({("train", 1): send(signal.SIGTERM)} if stop else {})
         result = train(config, reward=odd, progress=progress, resume=resume)
