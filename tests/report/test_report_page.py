@@ -11,6 +11,7 @@ import yaml
 
 from flatpeak.errors import UserError
 from flatpeak.report.charts import CHARTS, accuracy_curves, charts, metric_curves
+from flatpeak.report.charts import curve_svg as plain_curve_svg
 from flatpeak.report.page import compared_runs, evaluations_of, example_rollouts, run_table, subject, write_report
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.metrics import MetricsWriter
@@ -32,6 +33,22 @@ EVALUATIONS = (
     evaluation("train", 40, 0.97, (0.94, 0.99)),
 )
 SUMMARY = summaries.summary(*EVALUATIONS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def drawn_once():
+    """Pages of these tests mostly have the same charts, of which each is drawn once."""
+    kept = {}
+
+    def curve_svg(*curves, **settings):
+        key = repr((curves, settings))
+        if key not in kept:
+            kept[key] = plain_curve_svg(*curves, **settings)
+        return kept[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flatpeak.report.charts.curve_svg", curve_svg)
+        yield
 
 
 def rollout(group, index, reward, text):
@@ -241,7 +258,8 @@ def test_a_run_that_has_only_begun_has_a_report_too(run):
     assert "Curves" not in page.text
 
 
-def test_the_same_run_gives_the_same_page(run):
+def test_the_same_run_gives_the_same_page(run, monkeypatch):
+    monkeypatch.setattr("flatpeak.report.charts.curve_svg", plain_curve_svg)
     first = write_report(run.path).read_text()
     assert write_report(run.path).read_text() == first
 

@@ -202,13 +202,17 @@ def sampler_questions(package: Path = PACKAGE) -> int:
 
     Hooks of the base class answer whatever such a call would ask.
     """
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in source_files(package)]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    bases = {node.name: _names(node.bases) for node in nodes if isinstance(node, ast.ClassDef)}
+    bases: dict[str, set[str]] = {}
+    calls: list[ast.Call] = []
+    for path in source_files(package):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                bases[node.name] = _names(node.bases)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+                calls.append(node)
     samplers = {"Sampler", "SamplerLike"}
     while derived := {name for name, names in bases.items() if names & samplers} - samplers:
         samplers |= derived
-    calls = [node for node in nodes if isinstance(node, ast.Call) and _names([node.func]) == {"isinstance"}]
     return sum(1 for call in calls if _names(call.args[1:]) & samplers)
 
 
