@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -11,15 +13,30 @@ from typing import Any
 import pytest
 
 import flatpeak  # noqa: F401  before torch, which reads the environment that this sets
-from support.models import run_model
+from support.models import run_model, save_run_model
 from support.pushed_runs import make_finished_run, make_run_with_keys
-from support.runs import Watcher, speed_up_runs, tiny_recipe
+from support.runs import Finished, FinishedRuns, Train, Watcher, speed_up_runs, tiny_recipe
 
 # A suite under nohup ignores SIGHUP, and one that a script starts in the background SIGINT; what tests start would
 # inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Garbage collection while eleven thousand tests are collected would take a third of that time, and find nothing.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Turn garbage collection on, with all that there is by now in its oldest generation, which it seldom looks at."""
+    gc.freeze()
+    gc.unfreeze()
+    gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    """Leave all there is to the end of the process: pytest would look through it five times for garbage."""
+    gc.freeze()
 
 
 @pytest.fixture
@@ -32,6 +49,12 @@ def recipe(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 def make_tiny_model() -> Callable[..., tuple[Any, Any]]:
     """`make_tiny_model(seed=0, **config)`: (model, tokenizer)."""
     return run_model
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A saved model with its tokenizer."""
+    return save_run_model(tmp_path / "base")
 
 
 @pytest.fixture
@@ -57,6 +80,20 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         return flatpeak.pipeline.train.train(config, model=model, **options)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def finished_runs(tmp_path_factory: pytest.TempPathFactory) -> FinishedRuns:
+    """The session-wide store of the `finished` fixture."""
+    return FinishedRuns(tmp_path_factory.mktemp("finished_runs"))
+
+
+@pytest.fixture
+def finished(finished_runs: FinishedRuns, train: Train, tmp_path: Path) -> Finished:
+    """`finished(reward, **sections)`: a tiny run that is done, in `tmp_path / "runs"`; each is trained once."""
+    return lambda reward=None, **sections: finished_runs.copy(
+        tmp_path / "runs", train, reward=reward, sections=sections
+    )
 
 
 @pytest.fixture
@@ -90,21 +127,28 @@ def make_run(recipe: Callable[..., Any], train: Callable[..., Any]) -> Callable[
 
 
 @pytest.fixture(scope="session")
-def outcomes() -> dict[str, Any]:
-    """The session-wide store of the `uninterrupted` fixture."""
+def outcomes() -> dict[str, dict[str, Any]]:
+    """The session-wide store of the `whole` fixture."""
     return {}
 
 
 @pytest.fixture
-def uninterrupted(outcomes: dict[str, Any], make_run: Callable[..., Any]) -> dict[str, Any]:
-    """The outcome of such a run, uninterrupted; made by the first test that asks for it."""
-    from support.resumes import outcome
+def whole(outcomes: dict[str, dict[str, Any]], make_run: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    """`whole(**sections)`: the outcome of `make_run`'s run with these, uninterrupted; each is trained once."""
 
-    if not outcomes:
-        run = make_run("uninterrupted")
-        assert run.start().exit_code == 0
-        outcomes.update(outcome(run.path))
-    return outcomes
+    def get(**sections: Any) -> dict[str, Any]:
+        key = json.dumps(sections, sort_keys=True)
+        if key not in outcomes:
+            outcomes[key] = make_run(f"whole-{len(outcomes)}", **sections).finish()
+        return outcomes[key]
+
+    return get
+
+
+@pytest.fixture
+def uninterrupted(whole: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """The outcome of such a run without other sections."""
+    return whole()
 
 
 @pytest.fixture(scope="session")

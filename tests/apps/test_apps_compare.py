@@ -23,15 +23,12 @@ from flatpeak.cli.main import app
 from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.errors import UserError
 from flatpeak.pipeline.model_source import locate_model, locate_stages
-from support.runs import Watcher
+from support.runs import Watcher, quick_train, tiny_recipe
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose RL teaches a model that knows nothing to say one digit, which some sums are equal to."""
-    from flatpeak.pipeline.train import train
-    from support.runs import tiny_recipe
-
     recipe = tiny_recipe(
         tmp_path_factory.mktemp("runs"),
         task={"test_size": 20},
@@ -39,7 +36,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         sft={"steps": 30, "batch_size": 16, "optimizer": {"learning_rate": 1e-2}},
         evaluation={"samples": 2, "k": [1, 2]},
     )
-    return train(recipe).path
+    return quick_train(recipe)
 
 
 @pytest.mark.slow
@@ -214,10 +211,7 @@ def test_stages_of_several_runs_are_told_apart_by_name(finished: Path) -> None:
 
 
 def test_stages_without_sft_begin_at_step_0(tmp_path: Path) -> None:
-    from flatpeak.pipeline.train import train
-    from support.runs import tiny_recipe
-
-    path = train(tiny_recipe(tmp_path, training={"steps": 1})).path
+    path = quick_train(tiny_recipe(tmp_path, training={"steps": 1}))
     stages = locate_stages(str(path))
     assert next(iter(stages)).startswith("base")
     assert stages[next(iter(stages))].path is not None

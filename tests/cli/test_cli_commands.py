@@ -9,44 +9,38 @@ from types import SimpleNamespace
 
 import pytest
 import typer
+import yaml
 from typer.testing import CliRunner
 
 from flatpeak import __version__, pipeline
 from flatpeak.cli.common import RunOutput, last_line
 from flatpeak.cli.evaluate import split_arguments
 from flatpeak.cli.main import app
+from flatpeak.cli.train import reward_model_line
 from flatpeak.errors import RunError
 from flatpeak.runs.config import RunSectionConfig
 from flatpeak.runs.directory import RunDirectory
 from flatpeak.runs.rollout_log import write_answers
-from flatpeak.runs.summary import RunSummary, StageEvaluation
+from support.summaries import evaluation, summary
 
 FIRST_LINE = f"flatpeak {__version__}: x on arithmetic, run directory runs/mine"
 
 
-def evaluation(stage, step, accuracy):
-    return StageEvaluation(stage=stage, step=step, task="t", size=2, metrics={"accuracy": accuracy}, intervals={})
-
-
-def summary(*evaluations, signal=None):
-    return RunSummary(
-        name="demo",
-        status="done" if signal is None else "stopped",
-        metric="accuracy",
-        best_step=2,
-        last_step=3,
-        evaluations=evaluations,
-        checkpoints=("step_000003",),
-        wall_seconds=117.6,
-        signal=signal,
-    )
-
-
-STAGES = (evaluation("start", 0, 0.0), evaluation("sft", 9, 0.411), evaluation("train", 3, 0.968))
+STAGES = (
+    evaluation("start", 0, accuracy=0.0),
+    evaluation("sft", 9, accuracy=0.411),
+    evaluation("train", 3, accuracy=0.968),
+)
+JUDGED = (
+    evaluation("start", 0, accuracy=0.491, longer_wins=0.698, intervals={"accuracy": (0.44, 0.54)}),
+    evaluation("train", 20, accuracy=0.75, longer_wins=0.698, intervals={"accuracy": (0.7, 0.8)}),
+    evaluation("train", 30, accuracy=0.747, longer_wins=0.698, intervals={"accuracy": (0.702, 0.788)}),
+)
+SHORT = {"best_step": 2, "last_step": 3, "checkpoints": ("step_000003",)}
 
 
 class Library:
-    """Stands in for flatpeak.pipeline.train and flatpeak.apps.compare; remembers how it was called."""
+    """Stands in for the modules that train and compare; remembers how it was called."""
 
     def __init__(self, *, signal=None) -> None:
         self.signal = signal
@@ -58,7 +52,10 @@ class Library:
     def sft(self, config, **options):
         return self._answer("sft", config, options)
 
-    def _answer(self, name, config, options):
+    def train_reward_model(self, config, **options):
+        return self._answer("reward-model", config, options, JUDGED)
+
+    def _answer(self, name, config, options, stages=STAGES):
         options.pop("progress").notice("hello")
         self.calls.append((name, config, options))
         code = 0 if self.signal is None else 128 + self.signal
@@ -66,7 +63,7 @@ class Library:
         return SimpleNamespace(
             path=path,
             report=path / "report.html",
-            summary=summary(*STAGES, signal=self.signal),
+            summary=summary(*stages, **SHORT, signal=self.signal),
             exit_code=code,
             stopped_rank=None,
         )
@@ -80,8 +77,9 @@ class Library:
 
 def run(monkeypatch, *arguments, signal=None):
     library = Library(signal=signal)
-    monkeypatch.setitem(sys.modules, "flatpeak.pipeline.train", library)
-    monkeypatch.setattr(pipeline, "train", library, raising=False)
+    for name in ("train", "train_reward_model"):
+        monkeypatch.setitem(sys.modules, f"flatpeak.pipeline.{name}", library)
+        monkeypatch.setattr(pipeline, name, library, raising=False)
     monkeypatch.setitem(sys.modules, "flatpeak.apps.compare", library)
     return library, CliRunner().invoke(app, list(arguments))
 
@@ -196,7 +194,7 @@ def test_a_second_ctrl_c_prints_the_command_too(monkeypatch, recipe):
 
 def test_a_fork_that_was_stopped_is_resumed_by_its_own_recipe(monkeypatch, capsys, tmp_path):
     result = SimpleNamespace(
-        path=tmp_path / "a b", report="r", summary=summary(*STAGES, signal=2), exit_code=130, stopped_rank=None
+        path=tmp_path / "a b", report="r", summary=summary(*STAGES, **SHORT, signal=2), exit_code=130, stopped_rank=None
     )
     with pytest.raises(typer.Exit):
         RunOutput(label="fork").finish(result, "fork: done")
@@ -310,3 +308,51 @@ def test_several_runs_are_reported_with_a_table_that_compares_them(monkeypatch):
     assert report("a") == "a/report.html\n"
     assert report("a", "b") == "a/report.html\nb/report.html\n\na table\n"
     assert report("a", "b", "--csv") == "run,status\n"
+
+
+@pytest.fixture
+def judge(tmp_path):
+    path = tmp_path / "judge.yaml"
+    path.write_text("model: {path: x}\nrun: {name: mine}\ntask: {type: preferences}\n")
+    return str(path)
+
+
+def test_a_reward_model_ends_with_its_accuracy_its_interval_and_what_length_would_have(monkeypatch, judge):
+    library, done = run(monkeypatch, "reward-model", judge, "reward_model.steps=7", "--overwrite")
+    assert done.exit_code == 0
+    assert done.stdout.splitlines() == [
+        FIRST_LINE.replace("arithmetic", "preferences"),
+        "hello",
+        "reward-model: held-out accuracy 0.49 -> 0.75 [0.70, 0.79] (longer wins 0.70) in 118 s, "
+        "report: runs/mine/report.html",
+    ]
+    [(_, config, options)] = library.calls
+    assert config.reward_model.steps == 7
+    assert (options["overwrite"], options["resume"], options["command"][0]) == (True, False, "flatpeak")
+    line = reward_model_line(summary(), report=Path("r.html"))
+    assert line == "reward-model: held-out accuracy unknown -> unknown (longer wins unknown) in 118 s, report: r.html"
+
+
+def test_the_json_of_a_reward_model_is_all_of_stdout(monkeypatch, judge):
+    _, done = run(monkeypatch, "reward-model", judge, "--json")
+    content = json.loads(done.stdout)
+    assert (content["path"], content["best_step"]) == ("runs/mine", 2)
+    assert content["evaluations"][2]["metrics"]["accuracy"] == 0.747
+    assert done.stderr == f"{FIRST_LINE.replace('arithmetic', 'preferences')}\nhello\n"
+
+
+@pytest.mark.parametrize(("signal", "code", "by"), [(2, 130, "Ctrl-C"), (15, 143, "SIGTERM")])
+def test_a_reward_model_stopped_by_a_signal_says_how_to_go_on(monkeypatch, judge, signal, code, by):
+    library, done = run(monkeypatch, "reward-model", judge, "--resume", signal=signal)
+    assert done.exit_code == code
+    assert done.stdout.splitlines()[-2:] == [
+        f"reward-model: stopped by {by} after step 3; resume it with",
+        f"flatpeak reward-model {judge} --resume",
+    ]
+    assert library.calls[0][2]["resume"] is True
+
+
+def test_print_config_trains_no_reward_model(monkeypatch, judge):
+    library, done = run(monkeypatch, "reward-model", judge, "reward_model.center=0.01", "--print-config")
+    assert library.calls == []
+    assert yaml.safe_load(done.stdout)["reward_model"]["center"] == 0.01

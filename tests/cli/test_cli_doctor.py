@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,8 @@ import flatpeak
 from flatpeak.apps.doctor import checks
 from flatpeak.apps.doctor.probe import Finding, note, ok, problem
 from flatpeak.cli.main import app
-from support.installations import ends, make_package
+from support.installations import make_package
+from support.workers import all_end, wait_for
 
 TOKEN = "hf_" + "abcdefghij" * 3
 
@@ -152,13 +152,11 @@ def test_a_doctor_that_is_ended_leaves_no_process_and_no_file(
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 120
-    while not (pid.exists() and pid.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: pid.exists() and pid.read_text(), within=120)
     process.send_signal(ending)
     assert process.communicate(timeout=60)[1] == ""
     assert process.returncode == 128 + ending
-    assert ends(int(pid.read_text()))
+    assert all_end([int(pid.read_text())], within=60)
     assert list((tmp_path / "temporary").iterdir()) == []
 
 

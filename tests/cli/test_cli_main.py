@@ -7,18 +7,15 @@ import sys
 
 import pytest
 
+from flatpeak.cli import main as entry
+from flatpeak.errors import UserError
+from support.commands import Done, command
+
 COMMANDS = ("demo", "sft", "train", "sweep", "eval", "chat", "explain", "report", "settings", "recipes")
 
 
-def flatpeak(*arguments, cwd=None, env=None):
-    code = "from flatpeak.cli.main import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env={**os.environ, **(env or {})},
-    )
+def in_a_process(code: str, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, **options)
 
 
 def test_help_answers_in_half_a_second_without_torch():
@@ -32,7 +29,7 @@ def test_help_answers_in_half_a_second_without_torch():
         "print('seconds', time.process_time() - start)\n"
         "print('heavy', [name for name in ('torch', 'transformers', 'pydantic', 'rich') if name in sys.modules])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = in_a_process(code)
     lines = done.stdout.splitlines()
     assert lines[-1] == "heavy []"
     assert float(lines[-2].split()[1]) < 0.5
@@ -41,24 +38,25 @@ def test_help_answers_in_half_a_second_without_torch():
 
 
 def test_the_list_of_commands_cuts_no_sentence_short():
-    done = flatpeak("--help", env={"COLUMNS": "80"})
+    done = command("--help")
     listed = done.stdout.split("Commands:\n")[1].splitlines()
     assert len(listed) >= len(COMMANDS)
     assert all(line.endswith(".") and "..." not in line for line in listed), listed
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(command):
-    done = flatpeak(command, "--help")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name):
+    done = command(name, "--help")
     assert done.returncode == 0
-    assert f"Usage: flatpeak {command} " in done.stdout
+    assert f"Usage: flatpeak {name} " in done.stdout
     assert "..." not in done.stdout.split("\n\n")[1]
 
 
 def test_a_typo_in_a_recipe_is_one_line_and_exit_code_2(tmp_path):
     (tmp_path / "r.yaml").write_text("model: {path: x}\n")
     start = os.times()
-    done = flatpeak("train", "r.yaml", "optimizer.lerning_rate=1e-5", cwd=tmp_path)
+    start_command = "from flatpeak.cli.main import main; main()"
+    done = in_a_process(start_command, "train", "r.yaml", "optimizer.lerning_rate=1e-5", cwd=tmp_path)
     # Computing time, of which a busy machine takes no more: about 0.3 s, to which torch would add seconds.
     assert os.times().children_user - start.children_user < 3
     assert done.returncode == 2
@@ -98,7 +96,7 @@ def test_a_typo_in_a_recipe_is_one_line_and_exit_code_2(tmp_path):
     ],
 )
 def test_a_bad_command_is_exit_code_2_and_says_why(tmp_path, arguments, message):
-    done = flatpeak(*arguments, cwd=tmp_path)
+    done = command(*arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -106,12 +104,12 @@ def test_a_bad_command_is_exit_code_2_and_says_why(tmp_path, arguments, message)
 
 def test_print_config_shows_the_whole_recipe_and_can_be_read_back(tmp_path):
     (tmp_path / "r.yaml").write_text("model: {path: x}\n")
-    displayed = flatpeak("train", "r.yaml", "optimizer.learning_rate=1e-5", "--print-config", cwd=tmp_path)
+    displayed = command("train", "r.yaml", "optimizer.learning_rate=1e-5", "--print-config", cwd=tmp_path)
     assert displayed.returncode == 0
     assert "learning_rate: 1.0e-05\n" in displayed.stdout
     assert "  group_size: 8\n" in displayed.stdout
     (tmp_path / "all.yaml").write_text(displayed.stdout)
-    assert flatpeak("sft", "all.yaml", "--print-config", cwd=tmp_path).stdout == displayed.stdout
+    assert command("sft", "all.yaml", "--print-config", cwd=tmp_path).stdout == displayed.stdout
 
 
 def test_print_config_leaves_secrets_out_and_a_recipe_without_them_is_not_run(tmp_path):
@@ -119,11 +117,11 @@ def test_print_config_leaves_secrets_out_and_a_recipe_without_them_is_not_run(tm
         "model: {path: x}\n"
         "rewards: {f: {type: function, function: 'f.py:f', arguments: {token: tok-987-abc, also: see tok-987-abc}}}\n"
     )
-    displayed = flatpeak("train", "r.yaml", "--print-config", cwd=tmp_path)
+    displayed = command("train", "r.yaml", "--print-config", cwd=tmp_path)
     assert "      token: '[redacted]'\n" in displayed.stdout
     assert "tok-987-abc" not in displayed.stdout
     (tmp_path / "all.yaml").write_text(displayed.stdout)
-    refused = flatpeak("train", "all.yaml", cwd=tmp_path)
+    refused = command("train", "all.yaml", cwd=tmp_path)
     key = "rewards.f.arguments.token"
     assert (refused.returncode, refused.stderr) == (
         2,
@@ -134,67 +132,68 @@ def test_print_config_leaves_secrets_out_and_a_recipe_without_them_is_not_run(tm
 def test_the_version_is_the_package_s():
     from flatpeak import __version__
 
-    assert flatpeak("--version").stdout == f"flatpeak {__version__}\n"
+    assert command("--version").stdout == f"flatpeak {__version__}\n"
 
 
-def run_main(body: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """`main` with a `report` command that runs `body`."""
-    code = (
-        "import os, sys\n"
-        "from flatpeak.errors import UserError\n"
-        "from flatpeak.cli import main as module\n"
-        "@module.app.command('probe')\n"
-        "def probe() -> None:\n"
-        f"    {body}\n"
-        "sys.argv[1:] = ['probe']\n"
-        "module.main()\n"
-    )
-    unset = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY",)}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=unset | (env or {}))
-
-
-def test_a_command_runs_with_its_streams_closed_and_its_files_have_other_numbers(tmp_path):
-    body = f"from flatpeak.cli.common import open_progress; file = open({str(tmp_path / 'numbers')!r}, 'w')"
-    code = f"""
+PROBE = """
 from flatpeak.cli import main as module
 @module.app.command('probe')
 def probe() -> None:
     {body}
-    with open_progress(module.sys.stderr) as progress:
-        progress.notice('seen by no one')
-    module.typer.echo('seen by no one')
-    file.write(f'{{file.fileno() > 2}} {{module.os.get_inheritable(1)}}')
 module.sys.argv[1:] = ['probe']
 module.main()
 """
-    command = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(code)} <&- >&- 2>&-"
+
+
+def test_a_command_runs_with_its_streams_closed_and_its_files_have_other_numbers(tmp_path):
+    body = f"""from flatpeak.cli.common import open_progress
+    file = open({str(tmp_path / "numbers")!r}, 'w')
+    with open_progress(module.sys.stderr) as progress:
+        progress.notice('seen by no one')
+    module.typer.echo('seen by no one')
+    file.write(f'{{file.fileno() > 2}} {{module.os.get_inheritable(1)}}')"""
+    command = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(PROBE.format(body=body))} <&- >&- 2>&-"
     assert subprocess.run(["sh", "-c", command]).returncode == 0
     assert (tmp_path / "numbers").read_text() == "True True"
 
 
 def test_a_standard_output_without_a_character_shows_its_code_and_goes_on() -> None:
-    done = run_main("print('a · b'); print('end')", env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
+    code = PROBE.format(body="print('a · b'); print('end')")
+    done = in_a_process(code, env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
     assert (done.stdout, done.returncode) == ("a \\xb7 b\nend\n", 0)
 
 
-def test_a_user_s_error_is_one_line_even_where_it_has_several():
-    done = run_main(r"raise UserError('first\nsecond')")
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: first second\n")
+def raised(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> Done:
+    """How a command ends that raises this."""
+
+    def fail(**options: str) -> None:
+        raise error
+
+    monkeypatch.setattr(entry, "app", fail)
+    return command("report")
 
 
-def test_any_other_error_is_a_traceback_and_exit_code_1_without_secrets():
-    done = run_main("raise RuntimeError('key ' + os.environ['MY_TOKEN'])", env={"MY_TOKEN": "swordfish-123"})
+def test_a_user_s_error_is_one_line_even_where_it_has_several(monkeypatch):
+    assert raised(monkeypatch, UserError("first\nsecond")) == Done(2, "", "error: first second\n")
+
+
+def test_any_other_error_is_a_traceback_and_exit_code_1_without_secrets(monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "swordfish-123")
+    done = raised(monkeypatch, RuntimeError("key swordfish-123"))
     assert done.returncode == 1
     assert done.stderr.startswith("Traceback")
     assert done.stderr.endswith("RuntimeError: key [redacted]\n")
 
 
-def test_an_interrupt_is_exit_code_130():
-    assert run_main("raise KeyboardInterrupt").returncode == 130
+def test_an_interrupt_is_exit_code_130(monkeypatch):
+    assert raised(monkeypatch, KeyboardInterrupt()).returncode == 130
 
 
 @pytest.mark.parametrize(("given", "seen"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
 def test_waiting_threads_sleep_unless_the_user_says_otherwise(given, seen):
-    body = "print(os.environ['OMP_WAIT_POLICY'], os.environ['TOKENIZERS_PARALLELISM'], 'torch' in sys.modules)"
-    done = run_main(body, env={"TOKENIZERS_PARALLELISM": "true"} | ({"OMP_WAIT_POLICY": given} if given else {}))
+    names = "module.os.environ['OMP_WAIT_POLICY'], module.os.environ['TOKENIZERS_PARALLELISM']"
+    code = PROBE.format(body=f"print({names}, 'torch' in module.sys.modules)")
+    unset = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    named = {} if given is None else {"OMP_WAIT_POLICY": given}
+    done = in_a_process(code, env={**unset, "TOKENIZERS_PARALLELISM": "true", **named})
     assert done.stdout == f"{seen} true False\n"

@@ -21,10 +21,11 @@ from flatpeak.apps.planning.measurement import Measurement
 from flatpeak.cli.main import app
 from flatpeak.errors import UserError
 from flatpeak.utils.machine import Memory
+from support.runs import Recipe
 
 
 @pytest.fixture
-def plan(recipe: Callable[..., Any], tmp_path: Path) -> Callable[..., Result]:
+def plan(recipe: Recipe, tmp_path: Path) -> Callable[..., Result]:
     """`plan(*arguments, **sections)`: the command on a tiny recipe."""
 
     def run(*arguments: str, **sections: Any) -> Result:

@@ -40,30 +40,23 @@ def test_a_bad_sweep_is_refused_before_torch_is_needed(tmp_path: Path) -> None:
     assert str(error) == "a/seed-1: unknown key optimizer.lerning_rate: did you mean optimizer.learning_rate?"
 
 
-@pytest.mark.parametrize("as_json", [False, True])
-def test_the_last_line_counts_the_runs_and_names_the_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
+@pytest.mark.parametrize(("as_json", "scipy"), [(False, True), (False, False), (True, True)])
+def test_the_last_line_counts_the_runs_and_the_first_says_that_the_report_will_need_scipy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool, scipy: bool
 ) -> None:
     use_local_workers(monkeypatch)
+    monkeypatch.setattr("flatpeak.cli.sweep.find_spec", lambda name: name if scipy else None)
     path = write_sweep(tmp_path, seeds=[1], settings={"training.steps": 1})
     result = invoke(path, *(["--json"] if as_json else []))
     assert result.exit_code == 0
     table = tmp_path / "sweeps" / "tiny" / "table.csv"
     assert table.exists()
-    last = result.stdout.splitlines()[-1]
+    first, last = result.stdout.splitlines()[0], result.stdout.splitlines()[-1]
     if as_json:
         counts = {"done": 1, "failed": 0, "stopped": 0, "missing": 0, "exit_code": 0}
         assert json.loads(last) == {"path": str(table.parent), "table": str(table), **counts}
     else:
         assert last == f"sweep: 1 run done, {table}"
-
-
-@pytest.mark.parametrize("missing", [True, False])
-def test_a_sweep_says_at_its_beginning_that_its_report_needs_scipy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: bool
-) -> None:
-    use_local_workers(monkeypatch)
-    monkeypatch.setattr("flatpeak.cli.sweep.find_spec", lambda name: None if missing else name)
-    result = invoke(write_sweep(tmp_path, seeds=[1], settings={"training.steps": 1}))
-    first = 'sweep: flatpeak report needs SciPy to compare the arms: pip install "flatpeak[experiments]"'
-    assert result.stdout.splitlines()[0] == first if missing else "SciPy" not in result.stdout
+    needed = 'sweep: flatpeak report needs SciPy to compare the arms: pip install "flatpeak[experiments]"'
+    assert (first == needed) != scipy
+    assert ("SciPy" in result.stdout) != scipy

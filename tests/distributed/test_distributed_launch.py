@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flatpeak.distributed.launch import _end
-from support.kills import alive
+from support.workers import alive
 
 pytestmark = pytest.mark.slow
 

@@ -20,9 +20,10 @@ from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
 from flatpeak.rewards.reward_model import load_scorer
 from flatpeak.runs.metrics import read_metrics
-from support.models import run_model, save_run_model
+from support.models import run_model
 from support.preferences import reward_model_recipe, write_pairs
 from support.reward_functions import varied_text
+from support.runs import Recipe
 
 pytestmark = pytest.mark.slow
 
@@ -37,18 +38,12 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    """A saved model with its tokenizer."""
-    return save_run_model(tmp_path / "base")
-
-
 def digest(directory: Path) -> str:
     return hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
 
 
 @pytest.fixture
-def adapted(recipe: Callable[..., Any], base: Path) -> Callable[..., Any]:
+def adapted(recipe: Recipe, base: Path) -> Callable[..., Any]:
     """`adapted(kind, **sections)`: a recipe that trains adapters of the base."""
 
     def make(kind: str, **sections: Any) -> dict[str, Any]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +15,9 @@ import flatpeak
 from flatpeak.errors import UserError
 from flatpeak.pipeline import run_components, train_reward_model
 from flatpeak.types import Example, Group
+from support.commands import command, without
 from support.reward_functions import asks_for_a_column, length, not_a_number, raises, wrong_length
+from support.runs import Finished, MakeModel, Recipe, Train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,7 +36,7 @@ class Sums:
 
 
 @pytest.fixture
-def expect_refusal(recipe: Callable[..., Any], train: Callable[..., Any], tmp_path: Path) -> Callable[..., None]:
+def expect_refusal(recipe: Recipe, train: Train, tmp_path: Path) -> Callable[..., None]:
     """`expect_refusal(match, given, **sections)`: train raises one matching line and leaves no run directory."""
 
     def check(match: str, given: dict[str, Any] | None = None, **sections: Any) -> None:
@@ -71,24 +70,17 @@ def rows(path: str, **settings: Any) -> dict[str, Any]:
         ({"training": {"minibatches": 9}}, r"training\.minibatches=9"),
         ({"evaluation": {"samples": 2, "k": [4]}}, r"evaluation\.samples"),
         ({"model": {"path": "somewhere"}}, r"model\.path .* model\.new"),
+        ({"evaluation": {"accuracy": "corectness"}}, r"evaluation\.accuracy=corectness .*correctness"),
+        ({"evaluation": {"metric": "acuracy"}}, r"evaluation\.metric=acuracy"),
+        ({"evaluation": {"metric": "pass@2"}}, r"evaluation\.metric=pass@2"),
+        ({"sft": {"steps": 2, "stop_at": 0.9, "check_size": 30}}, r"sft\.check_size"),
+        ({"prompt": {"template": "chat"}}, "needs a tokenizer with a chat template"),
     ],
 )
 def test_a_recipe_that_cannot_work_names_its_keys(
     expect_refusal: Callable[..., None], sections: Any, match: str
 ) -> None:
     expect_refusal(match, **sections)
-
-
-@pytest.mark.parametrize(
-    ("evaluation", "match"),
-    [
-        ({"accuracy": "corectness"}, r"evaluation\.accuracy=corectness .*correctness"),
-        ({"metric": "acuracy"}, r"evaluation\.metric=acuracy"),
-        ({"metric": "pass@2"}, r"evaluation\.metric=pass@2"),
-    ],
-)
-def test_evaluation_must_name_what_there_is(expect_refusal: Callable[..., None], evaluation: Any, match: str) -> None:
-    expect_refusal(match, evaluation=evaluation)
 
 
 def test_the_accuracy_must_be_among_the_callers_rewards(expect_refusal: Callable[..., None]) -> None:
@@ -114,48 +106,27 @@ def test_a_prompt_longer_than_the_context(expect_refusal: Callable[..., None], t
     expect_refusal(r"1 of \d+ prompts exceed 60 tokens .*prompt\.overlong", task=rows(path))
 
 
-def test_a_completion_longer_than_the_context(expect_refusal: Callable[..., None]) -> None:
-    expect_refusal(r"rollout\.max_new_tokens", rollout={"max_new_tokens": 64})
-
-
-def test_held_out_completions_must_fit_into_the_context_too(expect_refusal: Callable[..., None]) -> None:
-    expect_refusal(r"evaluation\.max_new_tokens", evaluation={"max_new_tokens": 64})
-
-
-def test_a_chat_prompt_without_a_chat_template(
-    expect_refusal: Callable[..., None], make_tiny_model: Callable[..., Any]
-) -> None:
+def test_a_chat_prompt_without_a_chat_template(expect_refusal: Callable[..., None], make_tiny_model: MakeModel) -> None:
     model, tokenizer = make_tiny_model()
     expect_refusal("no chat template", {"model": model, "tokenizer": tokenizer}, prompt={"template": "chat"})
-    expect_refusal("needs a tokenizer with a chat template", prompt={"template": "chat"})
 
 
 def test_sft_without_rationales(expect_refusal: Callable[..., None], tmp_path: Path) -> None:
     expect_refusal("sft.steps .*rationale", task=rows(jsonl(tmp_path / "rows.jsonl", TEN)), sft={"steps": 2})
 
 
-def test_an_sft_check_that_takes_every_training_row(expect_refusal: Callable[..., None]) -> None:
-    expect_refusal(r"sft\.check_size", sft={"steps": 2, "stop_at": 0.9, "check_size": 30})
-
-
-def test_a_model_without_any_end_of_sequence(
-    expect_refusal: Callable[..., None], make_tiny_model: Callable[..., Any]
-) -> None:
+def test_a_model_without_any_end_of_sequence(expect_refusal: Callable[..., None], make_tiny_model: MakeModel) -> None:
     model, tokenizer = make_tiny_model()
     tokenizer.eos_token = None
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     expect_refusal("end-of-sequence", {"model": model, "tokenizer": tokenizer})
 
 
-def test_a_model_without_its_tokenizer(
-    expect_refusal: Callable[..., None], make_tiny_model: Callable[..., Any]
-) -> None:
+def test_a_model_without_its_tokenizer(expect_refusal: Callable[..., None], make_tiny_model: MakeModel) -> None:
     expect_refusal("tokenizer", {"model": make_tiny_model()[0]})
 
 
-def test_a_model_with_nothing_to_train(
-    expect_refusal: Callable[..., None], make_tiny_model: Callable[..., Any]
-) -> None:
+def test_a_model_with_nothing_to_train(expect_refusal: Callable[..., None], make_tiny_model: MakeModel) -> None:
     model, tokenizer = make_tiny_model()
     expect_refusal("requires_grad", {"model": model.requires_grad_(False), "tokenizer": tokenizer})
 
@@ -172,9 +143,7 @@ def test_a_task_of_the_callers_is_checked(expect_refusal: Callable[..., None], t
     expect_refusal(match, {"task": task})
 
 
-def test_a_tokenizer_without_a_pad_token_just_works(
-    recipe: Callable[..., Any], train: Callable[..., Any], make_tiny_model: Callable[..., Any]
-) -> None:
+def test_a_tokenizer_without_a_pad_token_just_works(recipe: Recipe, train: Train, make_tiny_model: MakeModel) -> None:
     for engine in ("native", "generate"):
         model, tokenizer = make_tiny_model()
         tokenizer.pad_token = None
@@ -201,15 +170,13 @@ def no_grader(groups: Sequence[Group]) -> Any:
     ],
 )
 def test_a_reward_that_fails_at_its_first_call_leaves_nothing_in_the_way(
-    expect_refusal: Callable[..., None], recipe: Callable[..., Any], train: Callable[..., Any], reward: Any, match: str
+    expect_refusal: Callable[..., None], recipe: Recipe, train: Train, reward: Any, match: str
 ) -> None:
     expect_refusal(match, {"reward": reward})
     assert train(recipe(), reward=length).exit_code == 0
 
 
-def test_a_reward_that_fails_later_leaves_the_run_to_be_resumed(
-    recipe: Callable[..., Any], train: Callable[..., Any]
-) -> None:
+def test_a_reward_that_fails_later_leaves_the_run_to_be_resumed(recipe: Recipe, train: Train) -> None:
     calls = []
 
     def fails_at_the_third_call(completions: list[str]) -> list[float]:
@@ -222,24 +189,20 @@ def test_a_reward_that_fails_later_leaves_the_run_to_be_resumed(
     assert train(config, reward=fails_at_the_third_call, resume=True).summary.last_step == 2
 
 
-def test_a_reward_that_tells_no_answers_lets_equal_texts_vote_together(
-    recipe: Callable[..., Any], train: Callable[..., Any]
-) -> None:
+def test_a_reward_that_tells_no_answers_lets_equal_texts_vote_together(recipe: Recipe, train: Train) -> None:
     assert train(recipe(evaluation={"samples": 2}), reward=no_grader).exit_code == 0
 
 
-def test_a_run_name_that_exists_is_refused_and_left_alone(
-    recipe: Callable[..., Any], train: Callable[..., Any]
-) -> None:
-    first = train(recipe(), reward=length)
-    before = {path: path.read_bytes() for path in first.path.rglob("*") if path.is_file() and path.name != ".lock"}
+def test_a_run_name_that_exists_is_refused_and_left_alone(recipe: Recipe, train: Train, finished: Finished) -> None:
+    first = finished(length)
+    before = {path: path.read_bytes() for path in first.rglob("*") if path.is_file() and path.name != ".lock"}
     with pytest.raises(UserError, match=r"exists: continue it with --resume, delete it with --overwrite"):
         train(recipe(), reward=length)
     assert before == {path: path.read_bytes() for path in before}
     assert train(recipe(), reward=length, overwrite=True).exit_code == 0
 
 
-def test_short_contexts_are_enough_for_the_start_up_test(recipe: Callable[..., Any], tmp_path: Path) -> None:
+def test_short_contexts_are_enough_for_the_start_up_test(recipe: Recipe, tmp_path: Path) -> None:
     # Learned positions end with the context: a probe that decodes beyond it would fail.
     gpt2 = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8}
     config = recipe(model={"new": {"architecture": "gpt2", "config": None}})
@@ -247,43 +210,18 @@ def test_short_contexts_are_enough_for_the_start_up_test(recipe: Callable[..., A
     assert flatpeak.train(config, reward=length).exit_code == 0
 
 
-COMMAND = """
-import sys
-from flatpeak.cli.main import main
-try:
-    main()
-finally:
-    print("torch imported:", "torch" in sys.modules)
-"""
-
-
-def run_command(tmp_path: Path, recipe: dict[str, Any], *arguments: str) -> subprocess.CompletedProcess[str]:
-    file = tmp_path / "recipe.yaml"
-    file.write_text(yaml.safe_dump(recipe))
-    return subprocess.run(
-        [sys.executable, "-c", COMMAND, "train", str(file), *arguments],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_the_command_line_says_a_bad_key_in_one_line_before_torch_is_imported(
-    recipe: Callable[..., Any], tmp_path: Path
-) -> None:
-    done = run_command(tmp_path, recipe(), "optimizer.learning_rat=1e-3")
+def test_the_command_line_says_a_bad_key_in_one_line_before_torch_is_imported(recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe()))
+    (done,) = without("torch", commands=[["train", "r.yaml", "optimizer.learning_rat=1e-3"]], cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "did you mean optimizer.learning_rate" in done.stderr
-    assert done.stdout.splitlines()[-1] == "torch imported: False"
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.slow
-def test_the_command_line_says_missing_data_in_one_line(recipe: Callable[..., Any], tmp_path: Path) -> None:
-    done = run_command(tmp_path, recipe(task=rows(str(tmp_path / "nowhere.jsonl"))))
+def test_the_command_line_says_missing_data_in_one_line(recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe(task=rows(str(tmp_path / "nowhere.jsonl")))))
+    done = command("train", "r.yaml", cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
@@ -314,14 +252,15 @@ def test_completions_that_fill_the_context_are_refused_by_the_context_and_the_li
     ],
 )
 def test_a_start_that_the_run_refuses_loads_neither_model_nor_task(
-    recipe: Callable[..., Any],
-    train: Callable[..., Any],
+    recipe: Recipe,
+    train: Train,
+    finished: Finished,
     monkeypatch: pytest.MonkeyPatch,
     options: dict[str, Any],
     sections: dict[str, Any],
     says: str,
 ) -> None:
-    train(recipe(training={"steps": 1}), reward=length)
+    finished(length, training={"steps": 1})
     monkeypatch.setattr(run_components, "build_components", lambda *args, **settings: pytest.fail("loaded"))
     monkeypatch.setattr(train_reward_model, "load_preferences", lambda task: pytest.fail("loaded"))
     changed = recipe(**{"training": {"steps": 1}, **sections})
@@ -333,16 +272,12 @@ def test_a_start_that_the_run_refuses_loads_neither_model_nor_task(
 
 
 def test_the_command_refuses_a_start_before_torch_is_imported(
-    recipe: Callable[..., Any], train: Callable[..., Any], tmp_path: Path
+    recipe: Recipe, finished: Finished, tmp_path: Path
 ) -> None:
-    train(recipe(training={"steps": 1}), reward=length)
+    finished(length, training={"steps": 1})
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe(training={"steps": 1})))
-    code = (
-        "import sys\nfrom flatpeak.cli.main import main\ntry:\n    main()\nfinally:\n    print('torch' in sys.modules)"
-    )
-    for options, says in (([], "exists: continue it with"), (["--resume", "optimizer.learning_rate=0.5"], "changed")):
-        command = [sys.executable, "-c", code, "train", str(tmp_path / "r.yaml"), *options]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 2
-        assert says in done.stderr
-        assert done.stdout == "False\n"
+    started = (["train", "r.yaml"], ["train", "r.yaml", "--resume", "optimizer.learning_rate=0.5"])
+    first, second = without("torch", commands=started, cwd=tmp_path)
+    assert (first.returncode, second.returncode) == (2, 2)
+    assert "exists: continue it with" in first.stderr
+    assert "changed" in second.stderr

@@ -19,6 +19,7 @@ from flatpeak.rewards.workers.pool import WorkerPool
 from flatpeak.training import learner
 from flatpeak.training.learner import Learner
 from support.reward_functions import odd
+from support.runs import MakeModel, Recipe, Train
 
 IDS = torch.tensor([[3, 4, 5]])
 
@@ -82,11 +83,7 @@ ENDINGS: dict[str, tuple[dict[str, Any], tuple[Any, str] | None, BaseException |
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_callers_model_comes_back_as_it_was(
-    recipe: Callable[..., Any],
-    train: Callable[..., Any],
-    make_tiny_model: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    ending: str,
+    recipe: Recipe, train: Train, make_tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
     sections, place, error = ENDINGS[ending]
     config = recipe(**sections)
@@ -105,10 +102,7 @@ def test_a_callers_model_comes_back_as_it_was(
 
 
 def test_gradients_from_before_a_run_that_did_not_begin_are_kept_and_those_of_training_are_not(
-    recipe: Callable[..., Any],
-    train: Callable[..., Any],
-    make_tiny_model: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
+    recipe: Recipe, train: Train, make_tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokenizer = callers_model(make_tiny_model, gradients=True)
     own = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
@@ -124,7 +118,7 @@ def test_gradients_from_before_a_run_that_did_not_begin_are_kept_and_those_of_tr
 
 
 def test_a_second_run_trains_a_model_that_the_first_could_not(
-    recipe: Callable[..., Any], train: Callable[..., Any], make_tiny_model: Callable[..., Any]
+    recipe: Recipe, train: Train, make_tiny_model: MakeModel
 ) -> None:
     model, tokenizer = make_tiny_model()
     wrong = recipe(sft={"steps": 2, "stop_at": 0.5, "check_size": 500})
@@ -135,7 +129,7 @@ def test_a_second_run_trains_a_model_that_the_first_could_not(
     assert train(right, model=model, tokenizer=tokenizer).summary.status == "done"
 
 
-def test_a_model_that_was_left_held_gets_an_attention_of_transformers(make_tiny_model: Callable[..., Any]) -> None:
+def test_a_model_that_was_left_held_gets_an_attention_of_transformers(make_tiny_model: MakeModel) -> None:
     model, tokenizer = make_tiny_model()
     plain = model(input_ids=IDS).logits
     Policy(model, tokenizer)  # and nobody releases it
@@ -146,7 +140,7 @@ def test_a_model_that_was_left_held_gets_an_attention_of_transformers(make_tiny_
 
 
 def test_the_processes_that_grade_end_where_the_parts_do_not_fit_together(
-    recipe: Callable[..., Any], train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[object] = []
     monkeypatch.setattr(WorkerPool, "close", lambda self: closed.append(self))

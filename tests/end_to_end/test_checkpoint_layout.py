@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,9 @@ from flatpeak.runs.notices import read_notices
 from flatpeak.types import Example, Prompt, SamplingParams
 from support.resumes import steps_of
 from support.reward_functions import odd
+from support.runs import Finished, Recipe, Train
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
-Recipe, Train = Callable[..., dict[str, Any]], Callable[..., Any]
 RESETS = {"kl": {"coefficient": 0.1}, "reference": {"reset_every": 1}, "sft": {"steps": 1, "batch_size": 4}}
 VLLM = os.environ.get("FLATPEAK_VLLM_PYTHON")
 """The interpreter of an environment that has vLLM."""
@@ -39,14 +38,15 @@ print(json.dumps([list(one.outputs[0].token_ids) for one in found]))
 """
 
 
-def finished(recipe: Recipe, train: Train, **sections: Any) -> Path:
-    """A run of three steps that keeps all its checkpoints."""
-    settings = {"run": {"name": "first", "checkpoint_every": 1, "keep_checkpoints": 9}, "training": {"steps": 3}}
-    return Path(train(recipe(**settings, **sections), reward=odd).path)
+KEEPING: dict[str, Any] = {
+    "run": {"name": "first", "checkpoint_every": 1, "keep_checkpoints": 9},
+    "training": {"steps": 3},
+}
+"""A run of three steps that keeps all its checkpoints."""
 
 
-def test_the_top_folder_of_a_trained_checkpoint_holds_the_models_tensors_alone(recipe: Recipe, train: Train) -> None:
-    run = finished(recipe, train, **RESETS)
+def test_the_top_folder_of_a_trained_checkpoint_holds_the_models_tensors_alone(finished: Finished) -> None:
+    run = finished(odd, **KEEPING, **RESETS)
     checkpoints = steps_of(run)
     assert [path.relative_to(run / "checkpoints").as_posix() for path in checkpoints] == [
         "sft/step_000001",
@@ -85,12 +85,11 @@ def test_a_checkpoint_is_as_readable_as_its_directory_and_follows_its_logs_to_th
     assert set(modes.values()) == {0o640}
 
 
-def test_a_resumed_run_says_which_rows_its_log_has_lost(recipe: Recipe, train: Train) -> None:
-    run = finished(recipe, train)
+def test_a_resumed_run_says_which_rows_its_log_has_lost(recipe: Recipe, train: Train, finished: Finished) -> None:
+    run = finished(odd, **KEEPING)
     rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(row for row in rows if '"step": 2, "stage": "train"' not in row))
-    settings = {"run": {"name": "first", "checkpoint_every": 1, "keep_checkpoints": 9}, "training": {"steps": 4}}
-    train(recipe(**settings), reward=odd, resume=True)
+    train(recipe(**KEEPING | {"training": {"steps": 4}}), reward=odd, resume=True)
     lost = [row["text"] for row in read_notices(run / "notices.jsonl") if "has no row" in row["text"]]
     assert lost == [
         f"{run / 'metrics.jsonl'} has no row of 1 of the 3 steps before this start, the first is step 2: a power cut "
@@ -99,10 +98,8 @@ def test_a_resumed_run_says_which_rows_its_log_has_lost(recipe: Recipe, train: T
 
 
 @pytest.mark.parametrize("name", ["state.safetensors", "state.json"])
-def test_a_checkpoint_that_lost_a_part_of_its_trainer_is_not_evaluated_as_whole(
-    recipe: Recipe, train: Train, name: str
-) -> None:
-    last = finished(recipe, train) / "checkpoints" / "last"
+def test_a_checkpoint_that_lost_a_part_of_its_trainer_is_not_evaluated_as_whole(finished: Finished, name: str) -> None:
+    last = finished(odd, **KEEPING) / "checkpoints" / "last"
     (last / "trainer" / name).unlink()
     with pytest.raises(UserError, match=f"trainer/{name}: missing"):
         locate_model(str(last))
@@ -121,10 +118,10 @@ def greedy_tokens(path: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.skipif(VLLM is None, reason="FLATPEAK_VLLM_PYTHON names no interpreter with vLLM")
-def test_vllm_loads_a_trained_checkpoint_and_continues_prompts_as_flatpeak_does(recipe: Recipe, train: Train) -> None:
+def test_vllm_loads_a_trained_checkpoint_and_continues_prompts_as_flatpeak_does(finished: Finished) -> None:
     # Heads of 32, which vLLM's kernels take, and weights so large that the likeliest tokens vary.
     sizes = {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.5}
-    run = finished(recipe, train, **RESETS, model={"new": {"config": sizes}})
+    run = finished(odd, **KEEPING, **RESETS, model={"new": {"config": sizes}})
     last = run / "checkpoints" / "last"
     assert (last / "trainer" / "state.safetensors").stat().st_size > (last / "model.safetensors").stat().st_size
     prompts = [[3, 13, 4], [5, 14, 6, 7], [8]]

@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from support.runs import Recipe, Train, Watch
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -28,7 +30,7 @@ class Judge:
 
 
 def test_the_best_checkpoint_is_the_one_with_the_highest_evaluation_metric(
-    recipe: Callable[..., Any], train: Callable[..., Any], watch: Callable[..., Any]
+    recipe: Recipe, train: Train, watch: Watch
 ) -> None:
     judge = Judge({0: 0.1, 2: 0.7, 4: 0.2, 6: 0.6})
     config = recipe(
@@ -47,18 +49,14 @@ def test_the_best_checkpoint_is_the_one_with_the_highest_evaluation_metric(
     assert not any(torch.equal(best[name], last[name]) for name in best)
 
 
-def test_an_evaluation_whose_grader_failed_is_not_the_best(
-    recipe: Callable[..., Any], train: Callable[..., Any], watch: Callable[..., Any]
-) -> None:
+def test_an_evaluation_whose_grader_failed_is_not_the_best(recipe: Recipe, train: Train, watch: Watch) -> None:
     judge = Judge({0: None, 1: 0.3, 2: None, 3: 0.2})
     config = recipe(training={"steps": 3}, evaluation={"every": 1, "metric": "reward"})
     result = train(config, reward=judge, progress=watch(judge.at(3)))
     assert (result.best.readlink(), result.summary.best_step) == (Path("step_000001"), 1)
 
 
-def test_training_stops_once_the_goal_is_reached(
-    recipe: Callable[..., Any], train: Callable[..., Any], watch: Callable[..., Any]
-) -> None:
+def test_training_stops_once_the_goal_is_reached(recipe: Recipe, train: Train, watch: Watch) -> None:
     judge = Judge({0: 0.0, 1: 0.49, 2: 0.5, 3: 1.0})
     config = recipe(
         training={"steps": 3, "stop_at": 0.5},
@@ -72,9 +70,7 @@ def test_training_stops_once_the_goal_is_reached(
     assert [(row.step, row.size) for row in result.summary.evaluations] == [(0, 5), (1, 2), (2, 2), (2, 5)]
 
 
-def test_without_a_baseline_equal_rewards_teach(
-    recipe: Callable[..., Any], train: Callable[..., Any], watch: Callable[..., Any]
-) -> None:
+def test_without_a_baseline_equal_rewards_teach(recipe: Recipe, train: Train, watch: Watch) -> None:
     seen = watch()
     config = recipe(advantage={"baseline": "none", "scale": "none"})
     train(config, reward=lambda completion: 1.0, progress=seen)
@@ -82,7 +78,7 @@ def test_without_a_baseline_equal_rewards_teach(
 
 
 def test_a_graded_function_has_no_accuracy_and_the_reward_chooses_the_best_checkpoint(
-    recipe: Callable[..., Any], train: Callable[..., Any], watch: Callable[..., Any]
+    recipe: Recipe, train: Train, watch: Watch
 ) -> None:
     judge = Judge({0: 2.8, 1: 1.0, 2: 3.5})
     seen = watch(judge.at(2))
@@ -99,7 +95,7 @@ def test_a_graded_function_has_no_accuracy_and_the_reward_chooses_the_best_check
 
 
 def test_scores_that_are_graded_later_end_the_accuracy_of_the_whole_run(
-    recipe: Callable[..., Any], train: Callable[..., Any], watch: Callable[..., Any]
+    recipe: Recipe, train: Train, watch: Watch
 ) -> None:
     judge = Judge({0: 0.0, 1: 1.0, 2: 0.4, 3: 1.0, 4: 0.0, 5: 1.5})
     config = recipe(training={"steps": 3}, evaluation={"every": 1})
@@ -124,7 +120,7 @@ def test_scores_that_are_graded_later_end_the_accuracy_of_the_whole_run(
     ],
 )
 def test_a_graded_function_that_the_recipe_calls_right_keeps_its_accuracy(
-    recipe: Callable[..., Any], train: Callable[..., Any], watch: Callable[..., Any], changes: dict[str, Any]
+    recipe: Recipe, train: Train, watch: Watch, changes: dict[str, Any]
 ) -> None:
     judge = Judge({0: 0.4, 1: 1.0})
     result = train(recipe(**{"training": {"steps": 1}, **changes}), reward=judge, progress=watch(judge.at(1)))

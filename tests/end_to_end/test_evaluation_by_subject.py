@@ -13,10 +13,9 @@ from typer.testing import CliRunner
 
 from flatpeak.cli.main import app
 from flatpeak.functional import wilson_interval
-from flatpeak.pipeline.train import train
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.summary import read_summary
-from support.runs import tiny_recipe
+from support.runs import quick_train, tiny_recipe
 
 ROWS = {"anatomy": 3, "abstract_algebra": 5, "virology": 1}
 
@@ -41,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         evaluation={"every": 1},
         rollout={"max_new_tokens": 3},
     )
-    return train({**recipe, "task": {"type": "mmlu", "path": str(folder), "shots": 0}}).path
+    return quick_train({**recipe, "task": {"type": "mmlu", "path": str(folder), "shots": 0}})
 
 
 @pytest.mark.slow

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,6 +13,7 @@ from flatpeak.runs.rollout_log import logged_steps, read_rollouts
 from flatpeak.tasks.config import build_task
 from flatpeak.tasks.custom import CustomTaskConfig
 from flatpeak.types import Completion
+from support.runs import Recipe, Train
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FACTORY = f"{EXAMPLES / 'custom_task.py'}:largest_number"
@@ -55,7 +54,7 @@ def test_the_custom_task_refuses_what_it_cannot_make() -> None:
         build_task(CustomTaskConfig(factory=FACTORY, arguments={"numbers": 2, "train_size": 5000}))
 
 
-def test_a_recipe_trains_on_the_custom_task(recipe: Callable[..., Any], train: Callable[..., Any]) -> None:
+def test_a_recipe_trains_on_the_custom_task(recipe: Recipe, train: Train) -> None:
     task = {"type": "custom", "factory": FACTORY, "arguments": {"train_size": 30, "test_size": 5}}
     result = train(recipe(task=task, training={"steps": 1}))
     assert [(row.task, row.size, row.step) for row in result.summary.evaluations] == [
@@ -65,7 +64,7 @@ def test_a_recipe_trains_on_the_custom_task(recipe: Callable[..., Any], train: C
 
 
 def test_the_custom_sampler_draws_from_the_model_being_trained_and_repeats_itself_less(
-    recipe: Callable[..., Any], train: Callable[..., Any]
+    recipe: Recipe, train: Train
 ) -> None:
     example = runpy.run_path(str(EXAMPLES / "custom_sampler.py"))
 

@@ -7,7 +7,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from flatpeak.config.load import load_recipe, parse_config
+from support.workers import wait_for
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SRUN = """#!/bin/bash
@@ -47,16 +47,9 @@ def job(tmp_path: Path):
     return start
 
 
-def wait_for(log: Path, word: str) -> None:
-    deadline = time.monotonic() + 20
-    while not (log.exists() and word in log.read_text()):
-        assert time.monotonic() < deadline, f"{word} did not come"
-        time.sleep(0.02)
-
-
 def test_a_preempted_job_saves_and_queues_itself_again(job):
     process, log = job()
-    wait_for(log, "started")
+    wait_for(lambda: log.exists() and "started" in log.read_text())
     process.send_signal(signal.SIGUSR1)
     assert process.wait(timeout=20) == 0
     assert log.read_text().split() == ["started", "stopped", "requeue", "17"]

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +13,10 @@ from peft import LoraConfig, get_peft_model
 from flatpeak.errors import RunError, UserError
 from flatpeak.runs.checkpoints import newest_valid
 from flatpeak.runs.summary import read_summary
-from support.resumes import assert_same, outcome
+from support.commands import command
+from support.resumes import MakeRun, Whole, assert_same
 from support.reward_functions import parity
+from support.runs import MakeModel, Recipe, Train
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 TOO_LONG = {"strength": "ratio:0.3", "step": 10.0, "perturbed": "all"}
@@ -30,9 +27,7 @@ def summary_of(config: dict[str, Any]) -> Any:
     return read_summary(Path(config["run"]["directory"]) / config["run"]["name"] / "summary.json")
 
 
-def test_a_refusal_after_sft_leaves_its_checkpoint_and_is_a_failed_run(
-    recipe: Callable[..., Any], train: Callable[..., Any]
-) -> None:
+def test_a_refusal_after_sft_leaves_its_checkpoint_and_is_a_failed_run(recipe: Recipe, train: Train) -> None:
     config = recipe(sft={"steps": 2}, gradient_regularization=TOO_LONG)
     with pytest.raises(RunError, match=r"bends over so long a step: lower gradient_regularization\.step"):
         train(config, reward=parity)
@@ -41,9 +36,7 @@ def test_a_refusal_after_sft_leaves_its_checkpoint_and_is_a_failed_run(
     assert summary_of(config).status == "failed"
 
 
-def test_a_refusal_in_the_middle_keeps_the_last_step_and_is_a_failed_run(
-    recipe: Callable[..., Any], train: Callable[..., Any]
-) -> None:
+def test_a_refusal_in_the_middle_keeps_the_last_step_and_is_a_failed_run(recipe: Recipe, train: Train) -> None:
     config = recipe(training={"steps": 4}, gradient_regularization={**TOO_LONG, "delay_updates": 2})
     with pytest.raises(RunError, match="bends over so long a step"):
         train(config, reward=parity)
@@ -60,27 +53,20 @@ def test_a_refusal_in_the_middle_keeps_the_last_step_and_is_a_failed_run(
     ],
 )
 def test_the_command_exits_with_1_after_sft_and_with_2_before_anything_ran(
-    recipe: Callable[..., Any], tmp_path: Path, section: dict[str, Any], code: int, said: str
+    recipe: Recipe, tmp_path: Path, section: dict[str, Any], code: int, said: str
 ) -> None:
     (tmp_path / "parity.py").write_text("def parity(completion):\n    return float(sum(map(ord, completion)) % 2)\n")
     rewards = {"correctness": {"type": "function", "function": f"{tmp_path / 'parity.py'}:parity", "timeout": None}}
     file = tmp_path / "recipe.yaml"
     config = recipe(sft={"steps": 1}, gradient_regularization=section, rewards=rewards)
     file.write_text(yaml.safe_dump(config))
-    done = subprocess.run(
-        [sys.executable, "-c", "from flatpeak.cli.main import main; main()", "train", str(file)],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = command("train", str(file), cwd=tmp_path)
     assert done.returncode == code, done.stderr
     assert f"error: gradient regularization: {said}" in done.stderr
     assert bool(list(tmp_path.rglob("step_000001"))) == (code == 1)
 
 
-def adapted(make_tiny_model: Callable[..., Any]) -> tuple[Any, Any]:
+def adapted(make_tiny_model: MakeModel) -> tuple[Any, Any]:
     """A bfloat16 model with float32 adapters, as PEFT makes them."""
     model, tokenizer = make_tiny_model()
     torch.manual_seed(0)
@@ -93,7 +79,7 @@ def adapted(make_tiny_model: Callable[..., Any]) -> tuple[Any, Any]:
 
 
 def test_float32_adapters_of_a_bfloat16_model_take_a_longer_step(
-    recipe: Callable[..., Any], train: Callable[..., Any], watch: Any, make_tiny_model: Callable[..., Any]
+    recipe: Recipe, train: Train, watch: Any, make_tiny_model: MakeModel
 ) -> None:
     model, tokenizer = adapted(make_tiny_model)
     progress = watch()
@@ -105,9 +91,7 @@ def test_float32_adapters_of_a_bfloat16_model_take_a_longer_step(
     assert checked[0] > 0.5
 
 
-def test_the_step_of_float32_is_refused_for_them(
-    recipe: Callable[..., Any], train: Callable[..., Any], make_tiny_model: Callable[..., Any]
-) -> None:
+def test_the_step_of_float32_is_refused_for_them(recipe: Recipe, train: Train, make_tiny_model: MakeModel) -> None:
     model, tokenizer = adapted(make_tiny_model)
     config = recipe(training={"steps": 2}, gradient_regularization={"strength": "ratio:0.3", "step": 3e-5})
     config["model"].pop("new", None)
@@ -120,7 +104,7 @@ def no_signal(completion: str) -> float:
 
 
 def test_updates_without_advantages_leave_strength_and_check_to_the_first_that_has_some(
-    recipe: Callable[..., Any], train: Callable[..., Any], watch: Any
+    recipe: Recipe, train: Train, watch: Any
 ) -> None:
     # The entropy's gradient is small and its curvature smaller: 0.3 of it would ask for a strength of thousands.
     rewarded: list[bool] = []
@@ -141,17 +125,9 @@ def test_updates_without_advantages_leave_strength_and_check_to_the_first_that_h
     assert ["gradreg/step_consistency" in row for row in rows] == [False, False, True, False]
 
 
-def test_a_run_that_is_stopped_between_checks_resumes_to_the_same_bits(make_run: Any, send: Any) -> None:
-    ends = []
-    section = {"strength": "ratio:0.3", "check_every": 3}
-    for name, stop in (("whole", {}), ("cut", {("train", 2): send(signal.SIGTERM)})):
-        run = make_run(name, gradient_regularization=section)
-        run.start(stop=stop)
-        if stop:
-            assert run.start(resume=True).exit_code == 0
-        ends.append(outcome(run.path))
-        for row in ends[-1]["metrics"]:
-            row.pop("gradreg/time_share", None)
-    checked = [row["step"] for row in ends[0]["metrics"] if "gradreg/step_consistency" in row]
-    assert len(checked) >= 2
-    assert_same(ends[1], ends[0])
+def test_a_run_that_is_stopped_between_checks_resumes_to_the_same_bits(make_run: MakeRun, whole: Whole) -> None:
+    sections = {"gradient_regularization": {"strength": "ratio:0.3", "check_every": 3}}
+    expected, run = whole(**sections), make_run(**sections)
+    assert sum("gradreg/step_consistency" in row for row in expected["metrics"]) >= 2
+    run.stop_at("train", 2)
+    assert_same(run.go_on(), expected)

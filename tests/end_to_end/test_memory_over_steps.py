@@ -19,6 +19,7 @@ from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.types import SamplingParams
 from support.engines import LIBRARIES_SERVE, make_policy, prompt
+from support.runs import Recipe, Train
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 STEPS, SETTLED = 200, 20
@@ -46,7 +47,7 @@ def resident_bytes() -> int:
 
 
 def test_two_hundred_steps_hold_no_tensor_and_no_memory_that_twenty_did_not(
-    recipe: Callable[..., Any], train: Callable[..., Any], watch: Any
+    recipe: Recipe, train: Train, watch: Any
 ) -> None:
     seen: dict[int, tuple[tuple[int, int], int]] = {}
 

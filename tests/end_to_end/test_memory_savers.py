@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ import pytest
 import flatpeak.training.optimizer
 from flatpeak.config.load import merge
 from support.host_memory import SimulatedHost, simulate_host
-from support.models import save_run_model
 from support.preferences import reward_model_recipe, write_pairs
-from support.resumes import Run, assert_same, outcome
+from support.resumes import MakeRun, Whole, assert_same
 from support.reward_functions import varied_text
 from support.runs import speed_up_runs
 
@@ -48,35 +46,19 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> list[SimulatedHost]:
 
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_run_with_the_savers_ends_in_the_same_bits_and_so_does_its_resumption(
-    hosts: list[SimulatedHost], make_run: Callable[..., Run], send: Any, kind: str
+    hosts: list[SimulatedHost], make_run: MakeRun, whole: Whole, kind: str
 ) -> None:
-    plain = make_run("plain", **RUNS[kind])
-    assert plain.start().exit_code == 0
-    expected = timeless(plain)
+    expected = whole(**RUNS[kind])
     assert hosts == []
     sections = merge(RUNS[kind], SAVERS)
     cut = make_run("cut", **sections)
-    assert cut.start(stop={("train", 3): send(signal.SIGTERM)}).exit_code == 143
-    assert cut.start(resume=True).exit_code == 0
-    assert_same(timeless(cut), expected)
+    cut.stop_at("train", 3)
+    assert_same(cut.go_on(), expected)
     # SFT, RL and the reference, and of the resumed run the last two.
     used = [host for host in hosts if host.tensors]
     assert len(used) == 5
     assert all(host.fetched > 0 for host in used)
     assert all(host.living == 0 for host in used)
-
-
-def timeless(run: Run) -> dict[str, Any]:
-    """The outcome without the share of a step's time that the penalty takes."""
-    found = outcome(run.path)
-    rows = [{name: value for name, value in row.items() if name != "gradreg/time_share"} for row in found["metrics"]]
-    return {**found, "metrics": rows}
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    """A saved model with its tokenizer."""
-    return save_run_model(tmp_path / "base")
 
 
 @pytest.mark.parametrize(("kind", "optimizer"), [("float32", "adamw"), ("bfloat16", "adamw_8bit"), ("nf4", "adamw")])

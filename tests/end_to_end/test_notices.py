@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.notices import read_notices
 from support.resumes import Death, die, steps_of
 from support.reward_functions import odd
+from support.runs import Recipe, Train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-Recipe, Train = Callable[..., dict[str, Any]], Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)

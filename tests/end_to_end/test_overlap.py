@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ from flatpeak.training.collect import collect
 from flatpeak.training.curriculum import Phase, Stream
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams
 from support.resumes import assert_same, outcome
+from support.runs import Recipe, Train
 from support.worker_functions import step_by_step
-from support.workers import all_end
+from support.workers import all_end, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 REWARDS = {
@@ -66,10 +66,7 @@ class Waiting(Sampler):
     ) -> Iterator[tuple[int, Group]]:
         for index, prompt in sorted(enumerate(prompts), key=lambda pair: int(pair[1].id)):
             before = prompt.example.columns["before"]
-            deadline = time.monotonic() + 20
-            while before and not Path(before).exists():
-                assert time.monotonic() < deadline, "the group before was never graded"
-                time.sleep(0.01)
+            wait_for(lambda before=before: not before or Path(before).exists())
             texts = [f"{prompt.id}.{place}" for place in range(group_size)]
             completions = [
                 Completion(token_ids=(2,), logprobs=(0.0,), finish_reason="stop", text=text) for text in texts
@@ -99,7 +96,7 @@ def test_a_group_is_graded_before_the_next_one_is_sampled(tmp_path: Path, size: 
 
 
 def test_a_run_with_workers_leaves_what_one_without_them_leaves(
-    make_run: Callable[..., Any], train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    make_run: Callable[..., Any], train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build = pipeline_samplers.build_sampler
     samplers: list[Backwards] = []
@@ -135,7 +132,7 @@ def pids(directory: Path) -> list[int]:
     return [int(path.name) for path in directory.iterdir()]
 
 
-def watched(recipe: Callable[..., Any], directory: Path) -> dict[str, Any]:
+def watched(recipe: Recipe, directory: Path) -> dict[str, Any]:
     """A recipe of two steps whose one worker leaves its process id in the directory."""
     directory.mkdir()
     mine = {"type": "function", "function": "support.worker_functions:note", "arguments": {"directory": str(directory)}}
@@ -145,7 +142,7 @@ def watched(recipe: Callable[..., Any], directory: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_all_processes_of_a_job_is_for_the_run_to_answer(
-    recipe: Callable[..., Any], train: Callable[..., Any], watch: Any, tmp_path: Path, number: signal.Signals
+    recipe: Recipe, train: Train, watch: Any, tmp_path: Path, number: signal.Signals
 ) -> None:
     seen = tmp_path / "seen"
     actions = {
@@ -160,9 +157,7 @@ def test_a_signal_to_all_processes_of_a_job_is_for_the_run_to_answer(
     assert all_end(pids(seen), within=0)
 
 
-def test_workers_end_with_a_run_that_fails(
-    recipe: Callable[..., Any], train: Callable[..., Any], watch: Any, tmp_path: Path
-) -> None:
+def test_workers_end_with_a_run_that_fails(recipe: Recipe, train: Train, watch: Any, tmp_path: Path) -> None:
     seen = tmp_path / "seen"
 
     def fail() -> None:
@@ -176,7 +171,7 @@ def test_workers_end_with_a_run_that_fails(
 
 
 def test_training_goes_on_without_the_scores_of_a_worker_that_died(
-    recipe: Callable[..., Any], train: Callable[..., Any], watch: Any, tmp_path: Path
+    recipe: Recipe, train: Train, watch: Any, tmp_path: Path
 ) -> None:
     mark = tmp_path / "mark"
     mark.touch()

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ import pytest
 
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.training import recorder
-from support.resumes import Death, Run, assert_same, die, outcome
+from support.resumes import Death, MakeRun, assert_same
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
-MakeRun = Callable[..., Run]
 
 KILLED = """
 import json, os, signal, sys
@@ -51,8 +49,7 @@ def test_a_killed_process_leaves_a_run_that_ends_the_same(make_run: MakeRun, uni
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     assert [row["step"] for row in read_metrics(run.path / "metrics.jsonl") if row["stage"] == "train"] == [1, 2, 3]
     assert (run.path / "checkpoints" / "last").readlink() == Path("step_000002")
-    assert run.start(resume=True).exit_code == 0
-    assert_same(outcome(run.path), uninterrupted)
+    assert_same(run.go_on(), uninterrupted)
 
 
 @pytest.mark.parametrize(
@@ -63,10 +60,8 @@ def test_a_run_that_died_between_checkpoints_ends_the_same(
     make_run: MakeRun, uninterrupted: dict[str, Any], stage: str, step: int
 ) -> None:
     run = make_run()
-    with pytest.raises(Death):
-        run.start(stop={(stage, step): die})
-    assert run.start(resume=True).exit_code == 0
-    assert_same(outcome(run.path), uninterrupted)
+    run.die_at(stage, step)
+    assert_same(run.go_on(), uninterrupted)
 
 
 @pytest.mark.parametrize("link", ["last", "best"])
@@ -84,17 +79,15 @@ def test_a_run_that_died_before_it_pointed_at_its_new_checkpoint_ends_the_same(
     with monkeypatch.context() as patch, pytest.raises(Death):
         patch.setattr(recorder, "link_checkpoint", link_checkpoint)
         run.start()
-    assert run.start(resume=True).exit_code == 0
-    assert_same(outcome(run.path), uninterrupted)
+    assert_same(run.go_on(), uninterrupted)
 
 
-def test_a_damaged_checkpoint_is_passed_over(make_run: MakeRun, uninterrupted: dict[str, Any], send: Any) -> None:
+def test_a_damaged_checkpoint_is_passed_over(make_run: MakeRun, uninterrupted: dict[str, Any]) -> None:
     run = make_run(run={"keep_checkpoints": 3})
-    run.start(stop={("train", 5): send(signal.SIGTERM)})
+    run.stop_at("train", 5)
     model = run.path / "checkpoints" / "step_000005" / "model.safetensors"
     model.write_bytes(model.read_bytes()[:-1] + b"x")
-    assert run.start(resume=True).exit_code == 0
-    result = outcome(run.path)
+    result = run.go_on()
     stage, step, text = result["notices"].pop()
     assert (stage, step) == ("train", 4)
     assert text.endswith("an older checkpoint is used")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,57 +13,41 @@ from transformers import AutoModelForCausalLM
 
 import flatpeak.pipeline.train
 from flatpeak.training.master_weights import MasterWeights
-from support.resumes import Death, Judge, Run, assert_same, die, outcome
+from support.resumes import Judge, MakeRun, Whole, assert_same
+from support.runs import Recipe, Train
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
-MakeRun = Callable[..., Run]
 COARSE = {"model": {"dtype": "bfloat16"}, "optimizer": {"learning_rate": 1e-3}}
 SPARING = {"gradient_regularization": {"strength": "ratio:0.3", "every": 5, "step": 5e-3, "min_perturbation_kept": 0.5}}
 """With four updates a step, the first of step 4 uses what the third step's remembered."""
 
 
 @pytest.fixture
-def make_coarse_run(make_run: MakeRun) -> MakeRun:
-    """`make_coarse_run(name, **sections)`: the run of the other resume tests, in bfloat16."""
-    return lambda name="coarse", **sections: make_run(name, **COARSE, **sections)
+def coarse(whole: Whole) -> dict[str, Any]:
+    """The outcome of the uninterrupted run in bfloat16."""
+    return whole(**COARSE)
 
 
-@pytest.fixture(scope="module")
-def kept() -> dict[str, Any]:
-    return {}
-
-
-@pytest.fixture
-def whole(kept: dict[str, Any], make_coarse_run: MakeRun) -> dict[str, Any]:
-    """The outcome of the uninterrupted run; made by the first test that asks for it."""
-    if not kept:
-        run = make_coarse_run("whole")
-        assert run.start().exit_code == 0
-        kept.update(outcome(run.path))
-        kept["path"] = run.path
-    return kept
-
-
-def test_the_model_is_saved_in_bfloat16_and_its_masters_beside_it(whole: dict[str, Any]) -> None:
-    assert {tensor.dtype for tensor in whole["weights"].values()} == {torch.bfloat16}
-    masters = {name: tensor for name, tensor in whole["optimizer"].items() if name.startswith("master.")}
-    assert len(masters) == len(whole["weights"])
-    assert {tensor.dtype for tensor in whole["optimizer"].values()} == {torch.float32}
+def test_the_model_is_saved_in_bfloat16_and_its_masters_beside_it(coarse: dict[str, Any]) -> None:
+    assert {tensor.dtype for tensor in coarse["weights"].values()} == {torch.bfloat16}
+    masters = {name: tensor for name, tensor in coarse["optimizer"].items() if name.startswith("master.")}
+    assert len(masters) == len(coarse["weights"])
+    assert {tensor.dtype for tensor in coarse["optimizer"].values()} == {torch.float32}
     assert any(not torch.equal(master, master.bfloat16().float()) for master in masters.values())
     rounded = sorted(float(master.bfloat16().double().sum()) for master in masters.values())
-    assert rounded == sorted(float(weight.double().sum()) for weight in whole["weights"].values())
+    assert rounded == sorted(float(weight.double().sum()) for weight in coarse["weights"].values())
     assert (
         min(
             row["policy/kl_reference"]
-            for row in whole["metrics"]
+            for row in coarse["metrics"]
             if row.get("step", 0) > 1 and "policy/kl_reference" in row
         )
         > 0
     )
 
 
-def test_the_best_model_loads_with_from_pretrained(make_coarse_run: MakeRun) -> None:
-    run = make_coarse_run()
+def test_the_best_model_loads_with_from_pretrained(make_run: MakeRun) -> None:
+    run = make_run(**COARSE)
     run.start()
     best = run.path / "checkpoints" / "best"
     model = AutoModelForCausalLM.from_pretrained(best)
@@ -74,53 +57,43 @@ def test_the_best_model_loads_with_from_pretrained(make_coarse_run: MakeRun) -> 
 
 
 @pytest.mark.parametrize(("stage", "step"), [("sft", 2), ("eval", 3), ("train", 3)])
-def test_a_run_that_died_ends_the_same(make_coarse_run: MakeRun, whole: dict[str, Any], stage: str, step: int) -> None:
-    run = make_coarse_run()
-    with pytest.raises(Death):
-        run.start(stop={(stage, step): die})
-    assert run.start(resume=True).exit_code == 0
-    assert_same(outcome(run.path), whole)
+def test_a_run_that_died_ends_the_same(make_run: MakeRun, coarse: dict[str, Any], stage: str, step: int) -> None:
+    run = make_run(**COARSE)
+    run.die_at(stage, step)
+    assert_same(run.go_on(), coarse)
 
 
 @pytest.mark.parametrize(("stage", "step"), [("sft", 1), ("sft", 3), ("train", 3)])
 def test_a_run_stopped_between_steps_ends_the_same(
-    make_coarse_run: MakeRun, whole: dict[str, Any], send: Any, stage: str, step: int
+    make_run: MakeRun, coarse: dict[str, Any], stage: str, step: int
 ) -> None:
-    run = make_coarse_run()
-    assert run.start(stop={(stage, step): send(signal.SIGTERM)}).exit_code == 143
-    assert run.start(resume=True).exit_code == 0
-    assert_same(outcome(run.path), whole)
+    run = make_run(**COARSE)
+    run.stop_at(stage, step)
+    assert_same(run.go_on(), coarse)
 
 
 def test_without_its_masters_a_resumed_run_would_end_elsewhere(
-    make_coarse_run: MakeRun, whole: dict[str, Any], send: Any, monkeypatch: pytest.MonkeyPatch
+    make_run: MakeRun, coarse: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = make_coarse_run()
-    run.start(stop={("train", 3): send(signal.SIGTERM)})
+    run = make_run(**COARSE)
+    run.stop_at("train", 3)
     monkeypatch.setattr(MasterWeights, "load", lambda self, tensors: None)
-    run.start(resume=True)
-    result = outcome(run.path)["optimizer"]
-    assert any(not torch.equal(result[name], tensor) for name, tensor in whole["optimizer"].items())
+    result = run.go_on()["optimizer"]
+    assert any(not torch.equal(result[name], tensor) for name, tensor in coarse["optimizer"].items())
 
 
-def test_regularization_that_remembers_resumes_to_the_same_bits(make_coarse_run: MakeRun, send: Any) -> None:
-    ends = []
-    for name, stop in (("whole", {}), ("cut", {("train", 3): send(signal.SIGTERM)})):
-        run = make_coarse_run(name, **SPARING)
-        assert run.start(stop=stop).exit_code == (143 if stop else 0)
-        run.start(resume=True)
-        ends.append(outcome(run.path))
-        for row in ends[-1]["metrics"]:
-            row.pop("gradreg/time_share", None)
-    rows = [row for row in ends[0]["metrics"] if "gradreg/perturbation_kept" in row]
+def test_regularization_that_remembers_resumes_to_the_same_bits(make_run: MakeRun, whole: Whole) -> None:
+    expected, run = whole(**COARSE, **SPARING), make_run(**COARSE, **SPARING)
+    rows = [row for row in expected["metrics"] if "gradreg/perturbation_kept" in row]
     assert min(row["gradreg/perturbation_kept"] for row in rows) > 0.5
-    remembered = {tensor.dtype for name, tensor in ends[0]["optimizer"].items() if name.startswith("gradreg.")}
+    remembered = {tensor.dtype for name, tensor in expected["optimizer"].items() if name.startswith("gradreg.")}
     assert remembered == {torch.float32}
-    assert_same(ends[1], ends[0])
+    run.stop_at("train", 3)
+    assert_same(run.go_on(), expected)
 
 
 def test_a_bfloat16_model_of_the_callers_trains_on_masters_and_resumes_to_the_same_bits(
-    recipe: Callable[..., Any], train: Callable[..., Any], watch: Any, make_tiny_model: Any, send: Any
+    recipe: Recipe, train: Train, watch: Any, make_tiny_model: Any, send: Any
 ) -> None:
     ends = []
     for name, stop in (("whole", {}), ("cut", {("train", 2): send(signal.SIGTERM)})):
@@ -144,7 +117,7 @@ def test_a_bfloat16_model_of_the_callers_trains_on_masters_and_resumes_to_the_sa
 
 
 def test_a_callers_float16_model_is_refused_before_there_is_a_run(
-    recipe: Callable[..., Any], train: Callable[..., Any], make_tiny_model: Any
+    recipe: Recipe, train: Train, make_tiny_model: Any
 ) -> None:
     model, tokenizer = make_tiny_model()
     config = recipe()

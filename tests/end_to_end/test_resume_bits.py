@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from support.reward_functions import odd
+from support.runs import Recipe, Send, Train, Watch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {"model": {"new": {"config": {"hidden_size": 64}}}}
@@ -22,18 +22,14 @@ TIED = {"model": {"new": {"config": {"tie_word_embeddings": True}}}}
     "sections", [{}, SIZES, TIED, {"model": {"dtype": "bfloat16"}}], ids=["16", "64", "tied", "bfloat16"]
 )
 def test_a_resumed_run_equals_one_that_was_not_interrupted(
-    recipe: Callable[..., Any],
-    train: Callable[..., Any],
-    watch: Callable[..., Any],
-    send: Callable[[int], Callable[[], None]],
-    sections: dict[str, Any],
+    recipe: Recipe, train: Train, watch: Watch, send: Send, sections: dict[str, Any]
 ) -> None:
     def run(name: str, *, stop: bool = False, resume: bool = False) -> dict[str, torch.Tensor]:
         config = recipe(
             **sections,
             run={"name": name},
             rollout={"prompts_per_step": 7, "group_size": 5, "max_new_tokens": 9},
-            training={"steps": 4, "micro_batch_tokens": 7},
+            training={"steps": 3, "micro_batch_tokens": 7},
         )
         progress = watch({("train", 1): send(signal.SIGTERM)} if stop else {})
         result = train(config, reward=odd, progress=progress, resume=resume)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,10 +21,9 @@ from flatpeak.runs.checkpoints import CheckpointState
 from flatpeak.training.sft import SFTTrainer
 from support.models import run_model
 from support.reward_functions import odd
+from support.runs import Finished, MakeModel, Recipe, Train, Watch
 
 pytestmark = pytest.mark.slow
-
-Recipe, Train, Watch = Callable[..., dict[str, Any]], Callable[..., Any], Callable[..., Any]
 
 
 def flip(path: Path) -> None:
@@ -51,14 +48,18 @@ def test_a_damaged_or_missing_reference_is_refused_by_its_name(recipe: Recipe, t
     assert train(config, reward=odd, resume=True).summary.last_step == 3
 
 
-def test_without_a_reference_nobody_asks_for_the_first_checkpoint(recipe: Recipe, train: Train) -> None:
-    path = train(recipe(), reward=odd).path
+def test_without_a_reference_nobody_asks_for_the_first_checkpoint(
+    recipe: Recipe, train: Train, finished: Finished
+) -> None:
+    path = finished(odd)
     shutil.rmtree(path / "checkpoints" / "step_000000")
     assert train(recipe(training={"steps": 3}), reward=odd, resume=True).summary.last_step == 3
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_left_as_it_is(recipe: Recipe, train: Train) -> None:
-    path = train(recipe(), reward=odd).path
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_left_as_it_is(
+    recipe: Recipe, train: Train, finished: Finished
+) -> None:
+    path = finished(odd)
     for step in (0, 2):
         flip(path / "checkpoints" / f"step_{step:06d}" / "model.safetensors")
     before = (path / "metrics.jsonl").read_bytes()
@@ -67,8 +68,8 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_left_as_it_is(re
     assert (path / "metrics.jsonl").read_bytes() == before
 
 
-def test_what_bounds_memory_may_change_as_the_error_advises(recipe: Recipe, train: Train) -> None:
-    train(recipe(), reward=odd)
+def test_what_bounds_memory_may_change_as_the_error_advises(recipe: Recipe, train: Train, finished: Finished) -> None:
+    finished(odd)
     smaller = recipe(
         training={"steps": 3, "micro_batch_tokens": 20, "activation_checkpointing": True},
         rollout={"max_rows": 4},
@@ -79,8 +80,8 @@ def test_what_bounds_memory_may_change_as_the_error_advises(recipe: Recipe, trai
 
 
 @pytest.mark.parametrize("named", ["best", "checkpoints/last"])
-def test_a_damaged_checkpoint_is_neither_evaluated_nor_talked_to(recipe: Recipe, train: Train, named: str) -> None:
-    path = train(recipe(), reward=odd).path
+def test_a_damaged_checkpoint_is_neither_evaluated_nor_talked_to(finished: Finished, named: str) -> None:
+    path = finished(odd)
     for step in (0, 2):
         flip(path / "checkpoints" / f"step_{step:06d}" / "model.safetensors")
     name = str(path if named == "best" else path / named)
@@ -114,9 +115,9 @@ def test_a_run_of_a_class_of_the_models_own_goes_on(recipe: Recipe, train: Train
 
 
 def test_a_run_that_goes_on_with_another_engine_says_so(
-    recipe: Recipe, train: Train, watch: Watch, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, train: Train, finished: Finished, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train(recipe(), reward=odd)
+    finished(odd)
     same, other = watch(), watch()
     train(recipe(training={"steps": 3}), reward=odd, resume=True, progress=same)
     monkeypatch.setattr(policy_model, "probe", lambda policy: "logits differ by 0.1")
@@ -163,7 +164,7 @@ def test_what_sft_needed_is_freed_before_rl_begins(recipe: Recipe, train: Train,
 
 
 def test_the_gradients_of_sft_are_freed_at_its_end(
-    recipe: Recipe, train: Train, watch: Watch, make_tiny_model: Callable[..., Any]
+    recipe: Recipe, train: Train, watch: Watch, make_tiny_model: MakeModel
 ) -> None:
     model, tokenizer = make_tiny_model()
     seen: list[bool] = []
@@ -176,9 +177,9 @@ def test_the_gradients_of_sft_are_freed_at_its_end(
 
 
 def test_a_resumed_checkpoints_tensors_are_freed_once_they_are_loaded(
-    recipe: Recipe, train: Train, watch: Watch
+    recipe: Recipe, train: Train, finished: Finished, watch: Watch
 ) -> None:
-    train(recipe(), reward=odd)
+    finished(odd)
     held: list[int] = []
 
     def look() -> None:

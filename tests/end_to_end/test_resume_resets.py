@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
-from support.resumes import RL_STEPS, Death, Judge, Run, assert_same, die, outcome
+from support.resumes import RL_STEPS, MakeRun, Whole, assert_same, outcome
+from support.runs import Recipe, Train
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
-MakeRun = Callable[..., Run]
 PREFIX = "reference."
 EVERY_TWO = {"reset_every": 2, "reset_optimizer": True}
 
@@ -36,38 +31,17 @@ def saved_reference(checkpoint: Path) -> dict[str, torch.Tensor]:
     return {name.removeprefix(PREFIX): tensor for name, tensor in saved.items() if name.startswith(PREFIX)}
 
 
-@pytest.fixture(scope="module")
-def kept() -> dict[str, dict[str, Any]]:
-    """Outcomes of uninterrupted runs."""
-    return {}
-
-
-@pytest.fixture
-def whole(make_run: MakeRun, kept: dict[str, dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """`whole(**sections)`: the outcome of that run, uninterrupted."""
-
-    def get(**sections: Any) -> dict[str, Any]:
-        key = json.dumps(sections, sort_keys=True)
-        if key not in kept:
-            run = make_run(f"whole-{len(kept)}", **sections)
-            assert run.start().exit_code == 0
-            kept[key] = outcome(run.path)
-        return kept[key]
-
-    return get
-
-
 @pytest.mark.parametrize("stop", range(1, RL_STEPS + 1))
 @pytest.mark.parametrize(("kind", "tied"), [("gpt2", True), ("qwen2", False)])
 def test_a_run_stopped_before_at_or_after_a_reset_ends_the_same(
-    make_run: MakeRun, whole: Callable[..., dict[str, Any]], send: Any, kind: str, tied: bool, stop: int
+    make_run: MakeRun, whole: Whole, kind: str, tied: bool, stop: int
 ) -> None:
     sections = architecture(kind) | {"reference": EVERY_TWO}
     expected = whole(**sections)
     assert train_rows(expected, "reference/resets") == [0, 1, 1, 2, 2]
     assert ("lm_head.weight" not in expected["weights"]) == tied
     run = make_run(**sections)
-    assert run.start(stop={("train", stop): send(signal.SIGTERM)}).exit_code == 143
+    run.stop_at("train", stop)
     checkpoint = run.path / "checkpoints" / "last"
     assert checkpoint.readlink() == Path(f"step_{stop:06d}")
     reference, policy = saved_reference(checkpoint), load_file(checkpoint / "model.safetensors")
@@ -80,26 +54,19 @@ def test_a_run_stopped_before_at_or_after_a_reset_ends_the_same(
         assert differ == (set() if stop % 2 == 0 else policy.keys())
         start = load_file(run.path / "checkpoints" / "step_000000" / "model.safetensors")
         assert not any(torch.equal(reference[name], tensor) for name, tensor in start.items())
-    assert run.start(resume=True).exit_code == 0
-    assert_same(outcome(run.path), expected)
+    assert_same(run.go_on(), expected)
 
 
 @pytest.mark.parametrize("step", [1, 3, 5])
-def test_a_run_that_died_after_a_checkpoint_ends_the_same(
-    make_run: MakeRun, whole: Callable[..., dict[str, Any]], step: int
-) -> None:
+def test_a_run_that_died_after_a_checkpoint_ends_the_same(make_run: MakeRun, whole: Whole, step: int) -> None:
     sections = architecture("gpt2") | {"reference": EVERY_TWO}
     run = make_run(**sections)
-    with pytest.raises(Death):
-        run.start(stop={("train", step): die})
+    run.die_at("train", step)
     assert (run.path / "checkpoints" / "last").readlink() == Path(f"step_{step - 1:06d}")
-    assert run.start(resume=True).exit_code == 0
-    assert_same(outcome(run.path), whole(**sections))
+    assert_same(run.go_on(), whole(**sections))
 
 
-def test_resets_after_sft_by_a_bound_on_the_kl_resume_to_the_same_bits(
-    make_run: MakeRun, whole: Callable[..., dict[str, Any]], send: Any
-) -> None:
+def test_resets_after_sft_by_a_bound_on_the_kl_resume_to_the_same_bits(make_run: MakeRun, whole: Whole) -> None:
     free = train_rows(whole(reference={"keep": True}), "policy/kl_reference")
     # Between the second step's KL and the largest one, and no figure of any other step.
     bound = (free[1] + max(free)) / 2
@@ -113,13 +80,12 @@ def test_resets_after_sft_by_a_bound_on_the_kl_resume_to_the_same_bits(
     assert resets[first - 1] == 1
     assert kl[first] < free[first]
     run = make_run(**sections)
-    assert run.start(stop={("train", first): send(signal.SIGTERM)}).exit_code == 143
-    assert run.start(resume=True).exit_code == 0
-    assert_same(outcome(run.path), expected)
+    run.stop_at("train", first)
+    assert_same(run.go_on(), expected)
 
 
 def test_a_named_reference_is_replaced_and_stays_so_when_resumed(
-    make_run: MakeRun, whole: Callable[..., dict[str, Any]], make_tiny_model: Any, tmp_path: Path, send: Any
+    make_run: MakeRun, whole: Whole, make_tiny_model: Any, tmp_path: Path
 ) -> None:
     paths = {seed: tmp_path / f"model-{seed}" for seed in (0, 1)}
     for seed, path in paths.items():
@@ -136,46 +102,11 @@ def test_a_named_reference_is_replaced_and_stays_so_when_resumed(
     assert min(kl[:2]) > 2 * max(kl[2:]) > 0
     for stop in (1, 3):
         run = make_run(f"cut-{stop}", **sections)
-        assert run.start(stop={("train", stop): send(signal.SIGTERM)}).exit_code == 143
-        assert run.start(resume=True).exit_code == 0
-        assert_same(outcome(run.path), expected)
+        run.stop_at("train", stop)
+        assert_same(run.go_on(), expected)
 
 
-def test_an_adapter_of_the_callers_resumes_to_the_same_bits_and_only_it_is_stored(
-    recipe: Callable[..., Any],
-    train: Callable[..., Any],
-    watch: Any,
-    make_tiny_model: Any,
-    send: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    # An adapter's checkpoint names no base model here; nothing is to be looked for on the Hub.
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    ends = []
-    for name, stop in (("whole", {}), ("cut", {("train", 3): send(signal.SIGTERM)})):
-        config = recipe(
-            run={"name": name}, kl={"coefficient": 0.1}, reference={"reset_every": 2}, training={"steps": 5}
-        )
-        for resume in (False, True):
-            model, tokenizer = make_tiny_model()
-            torch.manual_seed(0)
-            model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-            given = {"model": model, "tokenizer": tokenizer, "reward": Judge()}
-            seen = watch({} if resume else stop)
-            train(config, **given, progress=seen, resume=resume)
-        last = saved_reference(tmp_path / "runs" / name / "checkpoints" / "last")
-        ends.append(({key: value.clone() for key, value in model.state_dict().items()}, last))
-    for left, right in zip(*ends, strict=True):
-        assert left.keys() == right.keys()
-        assert all(torch.equal(tensor, right[key]) for key, tensor in left.items())
-    assert last.keys() == {key for key, weight in model.named_parameters() if weight.requires_grad}
-    assert all("lora" in key for key in last)
-
-
-def test_a_reset_at_the_last_step_is_there_when_the_run_is_made_longer(
-    make_run: MakeRun, whole: Callable[..., dict[str, Any]]
-) -> None:
+def test_a_reset_at_the_last_step_is_there_when_the_run_is_made_longer(make_run: MakeRun, whole: Whole) -> None:
     sections = architecture("qwen2") | {"reference": EVERY_TWO}
     expected = whole(**sections)
     run = make_run(**sections, training={"steps": 4})
@@ -189,7 +120,7 @@ def test_a_reset_at_the_last_step_is_there_when_the_run_is_made_longer(
         assert all(torch.equal(result[what][name], tensor) for name, tensor in expected[what].items())
 
 
-def test_nothing_is_stored_without_a_rule(whole: Callable[..., dict[str, Any]]) -> None:
+def test_nothing_is_stored_without_a_rule(whole: Whole) -> None:
     result = whole(reference={"keep": True})
     assert max(train_rows(result, "policy/kl_reference")) > 0
     assert not any(name.startswith(PREFIX) for name in result["optimizer"])
@@ -197,9 +128,7 @@ def test_nothing_is_stored_without_a_rule(whole: Callable[..., dict[str, Any]]) 
 
 
 @pytest.mark.parametrize("rule", [{"reset_every": 1}, {"reset_at_kl": 1e-9}])
-def test_a_rule_alone_keeps_a_reference(
-    recipe: Callable[..., Any], train: Callable[..., Any], watch: Any, rule: dict[str, Any]
-) -> None:
+def test_a_rule_alone_keeps_a_reference(recipe: Recipe, train: Train, watch: Any, rule: dict[str, Any]) -> None:
     seen = watch()
     config = recipe(reference=rule, training={"steps": 3})
     train(config, reward=lambda completion_ids: [sum(ids) / 100 for ids in completion_ids], progress=seen)

@@ -13,10 +13,9 @@ import pytest
 from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.training.trainer import Trainer
-from support.resumes import RL_STEPS, Run, assert_same, outcome
+from support.resumes import RL_STEPS, MakeRun, Run, assert_same, outcome
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
-MakeRun = Callable[..., Run]
 CUT = 3
 # Three slots for twelve completions, and for six answers at an evaluation: prompts wait for one another. Every training
 # prompt comes again in the next step.

@@ -23,9 +23,9 @@ from flatpeak.training import recorder
 from flatpeak.training.learner import Learner
 from flatpeak.types import Scores
 from support.resumes import assert_same, diverge, outcome
+from support.runs import Finished, Recipe, Train, Watch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-Recipe, Train, Watch = Callable[..., dict[str, Any]], Callable[..., Any], Callable[..., Any]
 
 
 class Odd:
@@ -48,6 +48,10 @@ class Odd:
         return Scores(total=scores, parts={"correctness": scores})
 
 
+def odd_groups(groups: Any) -> Scores:
+    return Odd()(groups)
+
+
 def raising(error: BaseException) -> Callable[[], None]:
     def act() -> None:
         raise error
@@ -65,10 +69,10 @@ def stopping(send: Any) -> Callable[[], None]:
     return act
 
 
-def settings(recipe: Recipe, name: str, **sections: Any) -> dict[str, Any]:
-    return recipe(
-        **{"training": {"steps": 4}, "evaluation": {"every": 2}, **sections}, run={"name": name, "checkpoint_every": 0}
-    )
+def settings(make: Callable[..., Any], name: str, *given: Any, **sections: Any) -> Any:
+    """What `recipe` or `finished` make of the sections of these tests."""
+    run = {"name": name, "checkpoint_every": 0}
+    return make(*given, **{"training": {"steps": 4}, "evaluation": {"every": 2}, **sections}, run=run)
 
 
 def steps_at_hand(path: Path) -> list[int]:
@@ -88,9 +92,9 @@ ERRORS = {
 @pytest.mark.parametrize("kind", ERRORS)
 @pytest.mark.parametrize("place", [{"at_evaluation": 2}, {"at_step": 3}], ids=["evaluation", "step"])
 def test_an_error_after_a_step_leaves_it_saved_and_the_run_goes_on_to_the_same_end(
-    recipe: Recipe, train: Train, send: Any, tmp_path: Path, kind: str, place: dict[str, int]
+    recipe: Recipe, train: Train, finished: Finished, send: Any, tmp_path: Path, kind: str, place: dict[str, int]
 ) -> None:
-    whole = train(settings(recipe, "whole"), reward=Odd())
+    whole = settings(finished, "whole", odd_groups)
     config, path = settings(recipe, "broken"), tmp_path / "runs" / "broken"
     reward = Odd(**place, act=stopping(send) if kind == "stop" else raising(ERRORS[kind]))
     if kind == "stop":
@@ -106,19 +110,19 @@ def test_an_error_after_a_step_leaves_it_saved_and_the_run_goes_on_to_the_same_e
     assert (path / "errors.log").exists() == (kind in ("foreign", "memory", "value"))
     again = train(config, reward=Odd(), resume=True)
     assert again.summary.status == "done"
-    result, wanted = outcome(path), outcome(whole.path)
+    result, wanted = outcome(path), outcome(whole)
     assert_same(result | {"summary": wanted["summary"]}, wanted)
     assert [(e.stage, e.step, e.metrics) for e in again.summary.evaluations] == [
-        (e.stage, e.step, e.metrics) for e in whole.summary.evaluations
+        (e.stage, e.step, e.metrics) for e in read_summary(whole / "summary.json").evaluations
     ]
 
 
 @pytest.mark.parametrize("error", [UserError("the judge is down"), ConnectionError("gone"), None], ids=str)
 def test_an_error_in_a_check_of_sft_leaves_its_steps_saved(
-    recipe: Recipe, train: Train, send: Any, tmp_path: Path, error: Exception | None
+    recipe: Recipe, train: Train, finished: Finished, send: Any, tmp_path: Path, error: Exception | None
 ) -> None:
     sft = {"steps": 4, "batch_size": 4, "stop_at": 0.99, "check_every": 2, "check_size": 4}
-    whole = train(settings(recipe, "whole", sft=sft, training={"steps": 1}), reward=Odd())
+    whole = settings(finished, "whole", odd_groups, sft=sft, training={"steps": 1})
     config, path = settings(recipe, "broken", sft=sft, training={"steps": 1}), tmp_path / "runs" / "broken"
     reward = Odd(at_evaluation=2, act=stopping(send) if error is None else raising(error))
     if error is None:
@@ -128,7 +132,7 @@ def test_an_error_in_a_check_of_sft_leaves_its_steps_saved(
             train(config, reward=reward)
     assert checkpoint_steps(path / "checkpoints" / "sft") == [2]
     train(config, reward=Odd(), resume=True)
-    result, wanted = outcome(path), outcome(whole.path)
+    result, wanted = outcome(path), outcome(whole)
     assert_same(result | {"summary": wanted["summary"]}, wanted)
 
 

@@ -8,7 +8,8 @@ import pytest
 
 import flatpeak
 from flatpeak.errors import UserError
-from support.runs import tiny_recipe
+from flatpeak.runs.summary import read_summary
+from support.runs import quick_train, tiny_recipe
 
 REWARD = """
 def leaky(completion, gold, token, headers, url):
@@ -43,7 +44,7 @@ def test_no_file_of_a_run_and_no_print_of_its_rewards_has_a_secret(
     for secret in SECRETS:
         assert not any(secret.encode() in content for content in everything), secret
     # The recipe that has the secrets resumes the run; the run's own recipe says which it lacks.
-    resumed = flatpeak.train(recipe, settings=["training.steps=2"], progress=False, resume=True)
-    assert resumed.summary.last_step == 2
+    resumed = quick_train(recipe, settings=["training.steps=2"], resume=True)
+    assert read_summary(resumed / "summary.json").last_step == 2
     with pytest.raises(UserError, match=r"rewards\.leaky\.arguments\.token was left out of .* give it again"):
         flatpeak.train(run / "config.yaml", settings=["training.steps=3"], progress=False, resume=True)

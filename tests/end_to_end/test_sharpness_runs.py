@@ -25,11 +25,10 @@ from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.summary import read_summary
 from flatpeak.types import Group, SamplingParams, Scores
 from support.models import letter_tokenizer, tiny_model
-from support.resumes import Judge, Run, assert_same, outcome
+from support.resumes import Judge, MakeRun, Whole, assert_same
 from support.training import plain_logprobs, prompt, tiny_policy
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
-MakeRun = Callable[..., Run]
 SHARPNESS = {"radii": [0.2, 0.5], "draws": 2, "size": 3, "samples": 2, "eigenvalue": True, "iterations": 3}
 MEASURED = {"evaluation": {"sharpness": SHARPNESS}}
 
@@ -38,9 +37,7 @@ def without_sharpness(result: dict[str, Any]) -> dict[str, Any]:
     """An outcome without the metrics of sharpness, wherever a run writes them."""
 
     def plain(metrics: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: value for name, value in metrics.items() if "sharpness/" not in name and name != "gradreg/time_share"
-        }
+        return {name: value for name, value in metrics.items() if "sharpness/" not in name}
 
     history = result["state"]["history"]
     evaluations = [
@@ -56,19 +53,10 @@ def without_sharpness(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def kept() -> dict[str, Any]:
-    return {}
-
-
 @pytest.fixture
-def measured(kept: dict[str, Any], make_run: MakeRun) -> dict[str, Any]:
-    """The outcome of the uninterrupted run with sharpness; made by the first test that asks for it."""
-    if not kept:
-        run = make_run("measured", **MEASURED)
-        assert run.start().exit_code == 0
-        kept.update(outcome(run.path))
-    return kept
+def measured(whole: Whole) -> dict[str, Any]:
+    """The outcome of the uninterrupted run with sharpness."""
+    return whole(**MEASURED)
 
 
 def test_a_run_ends_the_same_with_and_without(measured: dict[str, Any], uninterrupted: dict[str, Any]) -> None:
@@ -82,11 +70,10 @@ def test_a_run_ends_the_same_with_and_without(measured: dict[str, Any], uninterr
     assert_same(without_sharpness(measured), without_sharpness(uninterrupted))
 
 
-def test_a_resumed_run_measures_the_same(make_run: MakeRun, send: Any, measured: dict[str, Any]) -> None:
+def test_a_resumed_run_measures_the_same(make_run: MakeRun, measured: dict[str, Any]) -> None:
     run = make_run("stopped", **MEASURED)
-    assert run.start(stop={("train", 3): send(signal.SIGTERM)}).exit_code == 143
-    assert run.start(resume=True).exit_code == 0
-    assert_same(outcome(run.path), measured)
+    run.stop_at("train", 3)
+    assert_same(run.go_on(), measured)
 
 
 class Interrupting(Judge):
@@ -118,8 +105,7 @@ def test_an_interrupt_under_perturbed_weights_leaves_a_checkpoint_of_the_step(
         run.start(judge=judge)
     assert judge.calls == 5
     assert (run.path / "checkpoints" / "last").readlink() == Path("step_000004")
-    assert run.start(resume=True).exit_code == 0
-    assert_same(outcome(run.path), measured)
+    assert_same(run.go_on(), measured)
 
 
 @pytest.mark.parametrize("after", [0, 4])
@@ -131,25 +117,16 @@ def test_a_signal_does_not_wait_for_the_rest_of_the_perturbed_weights(
     assert run.start(judge=judge).exit_code == 143
     assert judge.calls == 6  # the three questions of one draw at one radius, of four such
     assert read_summary(run.path / "summary.json").last_step == after
-    assert run.start(resume=True).exit_code == 0
-    assert_same(outcome(run.path), measured)
+    assert_same(run.go_on(), measured)
 
 
-def test_half_precision_weights_move_and_come_back_with_their_masters(make_run: MakeRun) -> None:
+def test_half_precision_weights_move_and_come_back_with_their_masters(whole: Whole) -> None:
     coarse = {"model": {"dtype": "bfloat16"}, "optimizer": {"learning_rate": 1e-3}}
     regularized = {"gradient_regularization": {"strength": "ratio:0.3", "step": 5e-3}}
-    plain, measured = (
-        make_run("plain", **coarse, **regularized),
-        make_run("measured", **coarse, **regularized, **MEASURED),
-    )
-    assert plain.start().exit_code == measured.start().exit_code == 0
-    assert_same(without_sharpness(outcome(measured.path)), without_sharpness(outcome(plain.path)))
-    kept = [
-        row["eval/arithmetic/sharpness/perturbation_kept"]
-        for row in read_metrics(measured.path / "metrics.jsonl")
-        if row["stage"] == "eval"
-    ]
-    assert all(0.999 < value < 1.0 for value in kept)
+    plain, measured = whole(**coarse, **regularized), whole(**coarse, **regularized, **MEASURED)
+    assert_same(without_sharpness(measured), without_sharpness(plain))
+    rows = [row for row in measured["metrics"] if row["stage"] == "eval"]
+    assert all(0.999 < row["eval/arithmetic/sharpness/perturbation_kept"] < 1.0 for row in rows)
 
 
 @pytest.mark.parametrize("engine", ["native", "generate"])

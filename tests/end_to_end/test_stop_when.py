@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,11 +10,10 @@ import flatpeak
 from flatpeak.errors import UserError
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.notices import read_notices
-from flatpeak.runs.summary import read_summary
-from support.resumes import RL_STEPS, Death, Judge, Run, assert_same, die, outcome
+from support.resumes import RL_STEPS, Judge, MakeRun, Whole, assert_same, outcome
+from support.runs import Recipe, Train
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
-MakeRun = Callable[..., Run]
 
 RATE = 1e-3
 WARM_UP: dict[str, Any] = {"schedule": "constant", "warmup_steps": RL_STEPS, "learning_rate": RATE}
@@ -26,66 +23,51 @@ CONDITION = {"metric": "optimizer/learning_rate", "above": 0.45 * RATE, "window"
 REASON = "training.stop_when: optimizer/learning_rate was 0.0005 on average over steps 2 to 3, above 0.00045"
 
 
-@pytest.fixture
-def make(make_run: MakeRun) -> MakeRun:
-    def ended_run(name: str = "tiny", *, condition: dict[str, Any] | None = CONDITION, **sections: Any) -> Run:
-        return make_run(name, optimizer=WARM_UP, training={"stop_when": condition}, **sections)
-
-    return ended_run
-
-
-@pytest.fixture(scope="module")
-def kept() -> dict[str, Any]:
-    """The outcome of the uninterrupted run, once it was made."""
-    return {}
+def sections(condition: dict[str, Any] | None = CONDITION) -> dict[str, Any]:
+    return {"optimizer": WARM_UP, "training": {"stop_when": condition}}
 
 
 @pytest.fixture
-def whole(kept: dict[str, Any], make: MakeRun) -> dict[str, Any]:
-    if not kept:
-        run = make("whole")
-        assert run.start().exit_code == 0
-        kept.update(outcome(run.path), ended_by=read_summary(run.path / "summary.json").ended_by)
-    return kept
+def ended(whole: Whole) -> dict[str, Any]:
+    """The outcome of an uninterrupted run that the condition ends."""
+    return whole(**sections())
 
 
 def train_steps(run: Any) -> list[int]:
     return [row["step"] for row in read_metrics(run.path / "metrics.jsonl") if row["stage"] == "train"]
 
 
-def test_a_run_ends_after_the_step_that_meets_the_condition(whole: dict[str, Any]) -> None:
-    assert [row["step"] for row in whole["metrics"] if row["stage"] == "train"] == [1, 2, 3]
-    status, _, last, evaluations, _ = whole["summary"]
-    assert (status, last, whole["links"]["last"].name) == ("done", 3, "step_000003")
+def test_a_run_ends_after_the_step_that_meets_the_condition(ended: dict[str, Any]) -> None:
+    assert [row["step"] for row in ended["metrics"] if row["stage"] == "train"] == [1, 2, 3]
+    status, _, last, evaluations, _ = ended["summary"]
+    assert (status, last, ended["links"]["last"].name) == ("done", 3, "step_000003")
     # Steps 2 (evaluation.every) and 3, the latter on evaluation.final_size questions as the end of a run is.
     assert [(row.stage, row.step, row.size) for row in evaluations][-2:] == [("train", 2, 3), ("train", 3, 6)]
-    assert whole["ended_by"] == REASON
-    assert ("train", 3, f"the run ends after step 3: {REASON}") in whole["notices"]
+    assert ("train", 3, f"the run ends after step 3: {REASON}") in ended["notices"]
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_a_run_that_died_ends_after_the_same_step(make: MakeRun, whole: dict[str, Any], step: int) -> None:
-    run = make()
-    with pytest.raises(Death):
-        run.start(stop={("train", step): die})
+def test_a_run_that_died_ends_after_the_same_step(make_run: MakeRun, ended: dict[str, Any], step: int) -> None:
+    run = make_run(**sections())
+    run.die_at("train", step)
     assert run.start(resume=True).summary.ended_by == REASON
-    assert_same(outcome(run.path), whole)
+    assert_same(outcome(run.path), ended)
 
 
 @pytest.mark.parametrize("step", [2, 3])
-def test_a_stopped_run_ends_after_the_same_step(make: MakeRun, whole: dict[str, Any], send: Any, step: int) -> None:
-    run = make()
-    stopped = run.start(stop={("train", step): send(signal.SIGTERM)})
-    assert (stopped.exit_code, stopped.summary.status, stopped.summary.ended_by) == (143, "stopped", None)
+def test_a_stopped_run_ends_after_the_same_step(make_run: MakeRun, ended: dict[str, Any], step: int) -> None:
+    run = make_run(**sections())
+    stopped = run.stop_at("train", step)
+    assert (stopped.summary.status, stopped.summary.ended_by) == ("stopped", None)
     assert run.start(resume=True).summary.ended_by == REASON
-    assert_same(outcome(run.path), whole)
+    assert_same(outcome(run.path), ended)
 
 
-def test_a_run_that_ended_by_a_condition_stays_as_it_is(make: MakeRun, whole: dict[str, Any]) -> None:
-    run = make()
-    run.start()
+def test_a_run_that_ended_by_a_condition_stays_as_it_is(make_run: MakeRun, ended: dict[str, Any]) -> None:
+    run = make_run(**sections())
+    assert run.start().summary.ended_by == REASON
     assert run.start(resume=True).summary.ended_by == REASON
-    assert_same(outcome(run.path), whole)
+    assert_same(outcome(run.path), ended)
 
 
 @pytest.mark.parametrize(
@@ -101,9 +83,9 @@ def test_a_run_that_ended_by_a_condition_stays_as_it_is(make: MakeRun, whole: di
     ids=["same", "higher", "another metric", "met before", "met, then raised", "met, then left out"],
 )
 def test_a_fork_goes_on_to_its_own_condition(
-    make: MakeRun, origin: int, condition: dict[str, Any] | None, last: int, ended: bool
+    make_run: MakeRun, origin: int, condition: dict[str, Any] | None, last: int, ended: bool
 ) -> None:
-    first = make("first", run={"checkpoint_every": 1, "keep_checkpoints": 9})
+    first = make_run("first", run={"checkpoint_every": 1, "keep_checkpoints": 9}, **sections())
     first.start()
     settings = {"training": {"stop_when": condition}}
     forked = flatpeak.fork(first.path, origin, name="second", settings=settings, reward=Judge())
@@ -112,9 +94,9 @@ def test_a_fork_goes_on_to_its_own_condition(
     assert (forked.summary.ended_by is not None) == ended
 
 
-def test_a_misspelt_metric_is_told_once_and_ends_nothing(make: MakeRun, send: Any) -> None:
-    run = make(condition={"metric": "optimizer/learning_rates", "above": 0.0})
-    run.start(stop={("train", 2): send(signal.SIGTERM)})
+def test_a_misspelt_metric_is_told_once_and_ends_nothing(make_run: MakeRun) -> None:
+    run = make_run(**sections({"metric": "optimizer/learning_rates", "above": 0.0}))
+    run.stop_at("train", 2)
     result = run.start(resume=True)
     assert (result.summary.last_step, result.summary.ended_by) == (RL_STEPS, None)
     told = [row for row in read_notices(run.path / "notices.jsonl") if "stop_when" in row["text"]]
@@ -132,7 +114,7 @@ def test_a_misspelt_metric_is_told_once_and_ends_nothing(make: MakeRun, send: An
     ],
 )
 def test_a_condition_that_cannot_be_decided_is_one_line(
-    recipe: Callable[..., Any], train: Callable[..., Any], condition: dict[str, Any], message: str
+    recipe: Recipe, train: Train, condition: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message) as caught:
         train(recipe(training={"stop_when": condition}), reward=Judge())

@@ -17,6 +17,7 @@ from flatpeak.experiments.sweep import run_sweep
 from flatpeak.experiments.table import read_table
 from flatpeak.runs.metrics import read_metrics
 from support.sweeps import FROM_PREFIX, PREFIX, reward, use_local_workers, write_sweep
+from support.workers import all_end, children
 
 pytestmark = pytest.mark.slow
 
@@ -49,18 +50,6 @@ def train_steps(runs: Path) -> int:
     return sum(row["stage"] == "train" for path in runs.glob("*/*/metrics.jsonl") for row in read_metrics(path))
 
 
-def workers_of(process: subprocess.Popen[str]) -> list[int]:
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-    return [int(child) for child in children.split()]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the workers in /proc")
 def test_a_sweep_that_was_interrupted_and_killed_has_the_table_of_one_that_was_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -70,12 +59,12 @@ def test_a_sweep_that_was_interrupted_and_killed_has_the_table_of_one_that_was_n
 
     process = start(path)
     wait_for(lambda: train_steps(runs) >= 3, process)
-    workers = workers_of(process)
+    workers = list(children(process.pid))
     os.kill(process.pid, signal.SIGINT)
     output = process.communicate()[0]
     assert process.returncode == 130, output
     assert f"go on with\nflatpeak sweep {path} --processes 1\n" in output
-    assert not any(is_alive(pid) for pid in workers)
+    assert all_end(workers, within=0)
     table = read_table(runs.parent / "table.csv")
     assert table.column("status") == ["stopped", "missing"]
     assert (runs.parent / "prefix" / "seed-3" / "data.log").read_text() == "rows of seed 3\n"
@@ -83,14 +72,11 @@ def test_a_sweep_that_was_interrupted_and_killed_has_the_table_of_one_that_was_n
     steps = train_steps(runs)
     process = start(path)
     wait_for(lambda: train_steps(runs) >= steps + 2, process)
-    workers = workers_of(process)
+    workers = list(children(process.pid))
     assert workers
     process.kill()
     process.communicate()
-    deadline = time.monotonic() + 60
-    while any(is_alive(pid) for pid in workers) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(is_alive(pid) for pid in workers)
+    assert all_end(workers, within=60)
 
     use_local_workers(monkeypatch)
     results = [

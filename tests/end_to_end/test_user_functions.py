@@ -24,11 +24,11 @@ from flatpeak.report.explain_group import explain, render
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.notices import read_notices
 from support.pushed_runs import card_of
-from support.resumes import Run, assert_same, outcome
+from support.resumes import Run, assert_same
 from support.reward_functions import varied
+from support.runs import Recipe, Train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-Runs = Callable[..., Any]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_loss.py"
 COPIES = """
 from flatpeak.functional import clipped_surrogate, group_advantages
@@ -75,7 +75,7 @@ def mentions(path: Path) -> list[str]:
     ids=str,
 )
 def test_copies_of_loss_and_advantage_train_the_same_weights(
-    recipe: Runs, train: Runs, copies: Path, sections: dict[str, Any]
+    recipe: Recipe, train: Train, copies: Path, sections: dict[str, Any]
 ) -> None:
     def some_missing(completion_ids: list[list[int]]) -> list[float | None]:
         return [
@@ -101,26 +101,23 @@ def test_copies_of_loss_and_advantage_train_the_same_weights(
 
 @pytest.mark.slow
 def test_a_run_that_is_stopped_and_resumed_ends_the_same(
-    make_run: Callable[..., Run], uninterrupted: dict[str, Any], send: Any, copies: Path
+    make_run: Callable[..., Run], uninterrupted: dict[str, Any], copies: Path
 ) -> None:
     def make(name: str) -> Run:
         run = make_run(name, objective={"loss": f"{copies}:loss"})
         run.config["advantage"] = {"function": f"{copies}:advantage", "arguments": {"scale": "none"}}
         return run
 
-    whole, stopped = make("whole"), make("stopped")
-    whole.start()
-    assert stopped.start(stop={("train", 3): send(signal.SIGTERM)}).exit_code == 143
-    assert stopped.start(resume=True).exit_code == 0
-    expected = outcome(whole.path)
-    assert_same(outcome(stopped.path), expected)
+    expected, stopped = make("whole").finish(), make("stopped")
+    stopped.stop_at("train", 3)
+    assert_same(stopped.go_on(), expected)
     assert mentions(stopped.path) == []
     for part in ("weights", "optimizer"):  # of the built-in loss and advantage
         assert all(torch.equal(uninterrupted[part][name], tensor) for name, tensor in expected[part].items())
 
 
 def test_a_resumed_run_says_that_the_code_has_changed(
-    recipe: Runs, train: Runs, watch: Any, send: Any, copies: Path
+    recipe: Recipe, train: Train, watch: Any, send: Any, copies: Path
 ) -> None:
     config = recipe(**BUSY, objective={"loss": f"{copies}:loss"}, advantage={"function": f"{copies}:advantage"})
     stopped = train(config, reward=varied, progress=watch({("train", 1): send(signal.SIGTERM)}))
@@ -150,7 +147,7 @@ def raw(rewards_PG: Tensor, valid_PG: Tensor) -> Tensor:
     return rewards_PG
 
 
-def test_functions_given_in_python_are_named_in_the_recipe_and_asked_for_again(recipe: Runs, train: Runs) -> None:
+def test_functions_given_in_python_are_named_in_the_recipe_and_asked_for_again(recipe: Recipe, train: Train) -> None:
     config = recipe(**BUSY, objective={"cap": 3.0})
     result = train(config, reward=varied, loss=halved, advantage=raw, progress=False, settings=["training.steps=2"])
     written = yaml.safe_load((result.path / "config.yaml").read_text())
@@ -172,7 +169,9 @@ def test_functions_given_in_python_are_named_in_the_recipe_and_asked_for_again(r
     assert mentions(again.path) == []
 
 
-def test_a_fork_may_have_another_loss_from_python(recipe: Runs, train: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_may_have_another_loss_from_python(
+    recipe: Recipe, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
     result = train(recipe(**BUSY, run={"checkpoint_every": 1}), reward=varied, loss=halved, progress=False)
     monkeypatch.setattr("flatpeak.apps.fork.fork_run.train", train)
 
@@ -190,7 +189,7 @@ def test_a_fork_may_have_another_loss_from_python(recipe: Runs, train: Runs, mon
     assert mentions(same.path) == mentions(other.path) == []
 
 
-def test_a_loss_object_counts_its_clipped_tokens(recipe: Runs, train: Runs) -> None:
+def test_a_loss_object_counts_its_clipped_tokens(recipe: Recipe, train: Train) -> None:
     always = PolicyLoss(value=halved, clipped=lambda logprobs_T, ratio_T, advantages_T, config: ratio_T > 0)
     fractions = {}
     for name, loss in (("plain", halved), ("object", always)):
@@ -200,7 +199,7 @@ def test_a_loss_object_counts_its_clipped_tokens(recipe: Runs, train: Runs) -> N
     assert fractions == {"plain": {0.0}, "object": {1.0}}
 
 
-def test_one_completion_per_prompt_is_enough_for_a_function_that_compares_none(recipe: Runs, train: Runs) -> None:
+def test_one_completion_per_prompt_is_enough_for_a_function_that_compares_none(recipe: Recipe, train: Train) -> None:
     config = recipe(rollout={"prompts_per_step": 8, "group_size": 1}, advantage={"function": f"{__file__}:raw"})
     result = train(config, reward=varied, progress=False)
     rows = [row for row in read_metrics(result.path / "metrics.jsonl") if row["stage"] == "train"]
@@ -232,12 +231,7 @@ def test_one_completion_per_prompt_is_enough_for_a_function_that_compares_none(r
     ids=str,
 )
 def test_bad_input_is_one_error_and_leaves_no_run(
-    recipe: Runs,
-    train: Runs,
-    copies: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    section: dict[str, Any],
-    message: str,
+    recipe: Recipe, train: Train, copies: Path, monkeypatch: pytest.MonkeyPatch, section: dict[str, Any], message: str
 ) -> None:
     monkeypatch.chdir(copies.parent)
     with pytest.raises(UserError, match=message) as error:
@@ -246,7 +240,7 @@ def test_bad_input_is_one_error_and_leaves_no_run(
     assert not (copies.parent / "runs" / "tiny").exists()
 
 
-def test_a_function_that_fails_in_a_step_leaves_the_steps_before_it(recipe: Runs, train: Runs) -> None:
+def test_a_function_that_fails_in_a_step_leaves_the_steps_before_it(recipe: Recipe, train: Train) -> None:
     steps, broken = [0], [True]
 
     def fragile(rewards_PG: Tensor, valid_PG: Tensor) -> Tensor:
@@ -264,7 +258,7 @@ def test_a_function_that_fails_in_a_step_leaves_the_steps_before_it(recipe: Runs
     assert (steps[0], resumed.summary.status, resumed.summary.last_step) == (4, "done", 3)
 
 
-def test_the_example_trains_and_is_explained(recipe: Runs, train: Runs) -> None:
+def test_the_example_trains_and_is_explained(recipe: Recipe, train: Train) -> None:
     own = {
         "objective": {"loss": f"{EXAMPLE}:spo_with_statistics", "arguments": {"epsilon": 1e-3}},
         "advantage": {"function": f"{EXAMPLE}:max_rl"},

@@ -13,10 +13,10 @@ import flatpeak
 from flatpeak.config.load import parse_config, read_recipe
 from flatpeak.pipeline.progress import _count, first_line, model_line
 from flatpeak.tasks.data_files import ExampleTask
-from support.runs import tiny_recipe
+from support.runs import Recipe, Train, tiny_recipe
 
 
-def recipe(**settings: str):
+def laptop(**settings: str):
     return parse_config(read_recipe("flatpeak:laptop", settings))
 
 
@@ -25,13 +25,13 @@ def recipe(**settings: str):
     [("org/SmolLM2-135M", "SmolLM2-135M"), ("models/a.Q4_1.gguf", "a.Q4_1"), ("runs/a/checkpoints/best/", "best")],
 )
 def test_the_first_line_names_model_task_and_directory(path: str, name: str) -> None:
-    config = recipe(**{"model.path": path, "run.directory": "there", "run.name": "one/two"})
+    config = laptop(**{"model.path": path, "run.directory": "there", "run.name": "one/two"})
     assert first_line(config) == f"flatpeak {flatpeak.__version__}: {name} on numbers, run directory there/one/two"
 
 
 def test_the_first_line_names_a_callers_own_model_and_task() -> None:
     task: Any = ExampleTask(name="own", train=(), test=())
-    assert ": Linear on own, " in first_line(recipe(), model=torch.nn.Linear(1, 1), task=task)
+    assert ": Linear on own, " in first_line(laptop(), model=torch.nn.Linear(1, 1), task=task)
 
 
 def test_the_line_of_a_model_counts_its_parameters_and_those_that_are_trained() -> None:
@@ -82,17 +82,19 @@ def test_a_run_says_what_it_trains_and_checks_before_its_first_step_and_logs_non
     assert check == "checking kernels and rollouts on this model"
     assert set(stages) <= {"eval", "sft", "train"}
     assert not set(display.said) & set(display.notices)
-    logged = (result.path / "notices.jsonl").read_text() + result.report.read_text()
+    report = result.report.read_text()
+    assert report.startswith("<!")
+    logged = (result.path / "notices.jsonl").read_text() + report
     assert "checking kernels" not in logged
     assert "questions to train on" not in logged
 
 
 def test_silence_has_no_first_line_and_python_has_it_on_stderr(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: Recipe, train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flatpeak.train(tiny_recipe(tmp_path, run={"name": "silent"}), progress=False)
+    train(recipe(run={"name": "silent"}), progress=False)
     assert capsys.readouterr() == ("", "")
-    flatpeak.train(tiny_recipe(tmp_path, run={"name": "plain"}))
+    train(recipe(run={"name": "plain"}))
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("flatpeak ")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from flatpeak.errors import UserError
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.tasks.arithmetic import ArithmeticConfig
 from support.reward_functions import odd
+from support.runs import Recipe, Train
 
-Recipe, Train = Callable[..., dict[str, Any]], Callable[..., Any]
 FUNCTION = ["rewards.correctness.type=function", "rewards.correctness.function=support.reward_functions:odd"]
 
 

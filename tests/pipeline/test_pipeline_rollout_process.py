@@ -23,7 +23,7 @@ from flatpeak.runs.metrics import read_metrics
 from flatpeak.types import Group, Prompt, SamplingParams
 from flatpeak.utils import child_process
 from support.reward_functions import first_token
-from support.runs import Watcher
+from support.runs import Recipe, Watcher
 
 
 class Inline(Background):
@@ -69,7 +69,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 @pytest.fixture
-def stale(recipe: Callable[..., Any]) -> Callable[..., Any]:
+def stale(recipe: Recipe) -> Callable[..., Any]:
     """A recipe of six steps with rollouts ahead."""
     return lambda name="tiny", **sections: recipe(
         rollout={"staleness": 1},

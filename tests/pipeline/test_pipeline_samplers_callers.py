@@ -13,6 +13,7 @@ from flatpeak.errors import UserError
 from flatpeak.pipeline.rollout_engines import PlainSampler, build_sampler
 from flatpeak.pipeline.samplers import CheckedSampler
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams
+from support.runs import Recipe, Train, Watch
 
 
 class Letters:
@@ -108,7 +109,7 @@ def test_what_greedy_decoding_says_of_its_tokens_is_not_looked_at() -> None:
 
 
 def test_a_run_tells_of_a_sampler_whose_log_probabilities_are_not_the_policys(
-    recipe: Callable[..., Any], train: Callable[..., Any], watch: Callable[..., Any]
+    recipe: Recipe, train: Train, watch: Watch
 ) -> None:
     def answer(prompts: Sequence[Prompt], size: int) -> list[Group]:
         tokens = [completion(3 + index, 5, logprobs=(0.0, 0.0), text="1") for index in range(size)]

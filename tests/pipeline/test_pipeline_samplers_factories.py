@@ -19,9 +19,9 @@ from flatpeak.runs.metrics import read_metrics
 from flatpeak.types import Group, Prompt, SamplingParams
 from support.resumes import Death, die
 from support.reward_functions import odd
+from support.runs import Recipe, Train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-Recipe, Train = Callable[..., dict[str, Any]], Callable[..., Any]
 
 
 class Wrapped:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ from flatpeak.errors import UserError
 from flatpeak.pipeline.request import resolve_config
 from flatpeak.runs.metrics import read_metrics
 from support.reward_functions import odd
+from support.runs import Recipe, Train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-Recipe, Train = Callable[..., dict[str, Any]], Callable[..., Any]
 CHANGED: dict[str, Any] = {
     "mapping": {"training.steps": 2, "rollout": {"group_size": 8}},
     "strings": ["training.steps=2", "rollout.group_size=8"],

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from flatpeak.report.charts import CHARTS, Chart, accuracy_curves, charts, metric_curves, sharpness_curves
-from flatpeak.runs.summary import EvaluationStage, StageEvaluation
+from support.summaries import evaluation
 
 
 def named(title: str) -> Chart:
@@ -24,10 +24,6 @@ def drawn(rows: list[dict[str, Any]]) -> dict[str, str]:
         title = next(one.title for one in CHARTS if f">{one.title}</text>" in chart["svg"])
         result[title] = chart["svg"]
     return result
-
-
-def evaluation(stage: EvaluationStage, step: int, **metrics: float | None) -> StageEvaluation:
-    return StageEvaluation(stage=stage, step=step, task="t", size=9, metrics=metrics, intervals={})
 
 
 def test_failures_of_a_part_are_no_reward_and_a_step_without_any_counts_as_0() -> None:

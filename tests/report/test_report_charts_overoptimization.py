@@ -7,14 +7,13 @@ from xml.etree import ElementTree
 
 from flatpeak.report.charts import OVEROPTIMIZATION, Curve, charts, curve_svg, paid_and_measured, reward_weights
 from flatpeak.runs.summary import EvaluationStage, StageEvaluation
+from support import summaries
 
 WEIGHTS = {"proxy": 1.0, "gold": 0.0}
 
 
 def evaluation(stage: EvaluationStage, step: int, **metrics: float | None) -> StageEvaluation:
-    return StageEvaluation(
-        stage=stage, step=step, task="t", size=9, metrics=metrics, intervals={"gold": (0.1, 0.7)} if metrics else {}
-    )
+    return summaries.evaluation(stage, step, intervals={"gold": (0.1, 0.7)}, **metrics)
 
 
 def test_weights_are_read_from_a_resolved_recipe() -> None:

@@ -21,7 +21,8 @@ from flatpeak.report.evaluations import (
     robustness_table,
     subset_tables,
 )
-from flatpeak.runs.summary import EvaluationStage, RunSummary, StageEvaluation, finite
+from flatpeak.runs.summary import EvaluationStage, StageEvaluation, finite
+from support.summaries import summary
 
 
 def evaluation(
@@ -79,17 +80,7 @@ def test_the_stages_the_best_and_the_last_evaluation_are_shown_once() -> None:
 def test_the_best_evaluation_of_step_0_is_of_the_model_rl_began_with() -> None:
     start, sft, late = plain("start", 0), plain("sft", 30), plain("train", 40)
     for best, expected in ((0, sft), (40, late), (None, None)):
-        summary = RunSummary(
-            name="x",
-            status="done",
-            metric="accuracy",
-            best_step=best,
-            last_step=40,
-            evaluations=(start, sft, late),
-            checkpoints=(),
-            wall_seconds=1.0,
-        )
-        assert best_evaluation(summary) is expected
+        assert best_evaluation(summary(start, sft, late, best_step=best)) is expected
 
 
 def test_a_figure_over_fewer_questions_says_over_how_many() -> None:

@@ -12,10 +12,9 @@ from typer.testing import CliRunner
 from flatpeak.cli.main import app
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
-from flatpeak.pipeline.train import train
 from flatpeak.report.explain_group import ExplainedCompletion, Explanation, explain, render, visible_token
 from support.reward_functions import low_first_digit
-from support.runs import tiny_recipe
+from support.runs import quick_train, tiny_recipe
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +23,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {}
     for name, rate in (("still", 0.0), ("moved", 3e-2)):
         recipe = tiny_recipe(directory, run={"name": name}, optimizer={"learning_rate": rate}, training={"steps": 3})
-        made[name] = train(recipe, reward=low_first_digit).path
+        made[name] = quick_train(recipe, reward=low_first_digit)
     return made
 
 

@@ -11,16 +11,19 @@ import yaml
 
 from flatpeak.errors import UserError
 from flatpeak.report.charts import CHARTS, accuracy_curves, charts, metric_curves
+from flatpeak.report.charts import curve_svg as plain_curve_svg
 from flatpeak.report.page import compared_runs, evaluations_of, example_rollouts, run_table, subject, write_report
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.metrics import MetricsWriter
-from flatpeak.runs.summary import RunSummary, StageEvaluation, write_summary
+from flatpeak.runs.summary import write_summary
+from support import summaries
 
 
 def evaluation(stage, step, accuracy, interval=None):
     intervals = {} if interval is None else {"accuracy": interval}
-    metrics = {"accuracy": accuracy, "reward": accuracy}
-    return StageEvaluation(stage=stage, step=step, task="sums", size=200, metrics=metrics, intervals=intervals)
+    return summaries.evaluation(
+        stage, step, task="sums", size=200, accuracy=accuracy, reward=accuracy, intervals=intervals
+    )
 
 
 EVALUATIONS = (
@@ -29,16 +32,23 @@ EVALUATIONS = (
     evaluation("train", 20, 0.9, (0.86, 0.94)),
     evaluation("train", 40, 0.97, (0.94, 0.99)),
 )
-SUMMARY = RunSummary(
-    name="demo",
-    status="done",
-    metric="accuracy",
-    best_step=40,
-    last_step=40,
-    evaluations=EVALUATIONS,
-    checkpoints=("step_000000", "step_000040"),
-    wall_seconds=117.6,
-)
+SUMMARY = summaries.summary(*EVALUATIONS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def drawn_once():
+    """Pages of these tests mostly have the same charts, of which each is drawn once."""
+    kept = {}
+
+    def curve_svg(*curves, **settings):
+        key = repr((curves, settings))
+        if key not in kept:
+            kept[key] = plain_curve_svg(*curves, **settings)
+        return kept[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flatpeak.report.charts.curve_svg", curve_svg)
+        yield
 
 
 def rollout(group, index, reward, text):
@@ -67,17 +77,9 @@ def run(tmp_path):
             writer.write(step, "sft", {"sft/loss": 2 / step})
         writer.write(30, "eval", {"eval/sums/accuracy": 0.41})
         for step in range(1, 41):
-            writer.write(
-                step,
-                "train",
-                {
-                    "reward/mean": step / 40,
-                    "reward/std": 0.4,
-                    "policy/entropy": 1 / step,
-                    "policy/kl_reference": float("nan"),
-                    "throughput/response_tokens_per_second": 100.0 * step,
-                },
-            )
+            metrics = {"reward/mean": step / 40, "reward/std": 0.4, "policy/entropy": 1 / step}
+            speed = {"throughput/response_tokens_per_second": 100.0 * step}
+            writer.write(step, "train", {**metrics, "policy/kl_reference": float("nan"), **speed})
     rows = [rollout("flat", i, 1.0, f"flat {i}") for i in range(3)]
     rows += [rollout("wide", i, reward, f"wide {i}") for i, reward in enumerate([0.0, 1.0, None, 0.25, 0.75])]
     for step in (39, 40):
@@ -256,7 +258,8 @@ def test_a_run_that_has_only_begun_has_a_report_too(run):
     assert "Curves" not in page.text
 
 
-def test_the_same_run_gives_the_same_page(run):
+def test_the_same_run_gives_the_same_page(run, monkeypatch):
+    monkeypatch.setattr("flatpeak.report.charts.curve_svg", plain_curve_svg)
     first = write_report(run.path).read_text()
     assert write_report(run.path).read_text() == first
 
@@ -383,58 +386,24 @@ def test_the_table_has_a_row_per_run(run):
 
 
 def test_the_table_has_sampled_accuracy_where_there_are_no_greedy_answers(run):
-    sampled = StageEvaluation(
-        stage="train",
-        step=3,
-        task="sums",
-        size=8,
-        metrics={"sampled/accuracy": 0.5, "sampled/extraction_failed": 0.125},
-        intervals={"sampled/accuracy": (0.25, 0.75)},
-    )
+    metrics = {"sampled/accuracy": 0.5, "sampled/extraction_failed": 0.125}
+    sampled = summaries.evaluation("train", 3, intervals={"sampled/accuracy": (0.25, 0.75)}, **metrics)
     write_summary(run.summary, replace(SUMMARY, evaluations=(sampled,)))
     row = run_table([run.path]).splitlines()[1].split(",")
     assert row[6:10] == ["0.5", "0.25", "0.75", "0.125"]
 
 
 def test_the_best_value_at_step_0_is_that_of_the_model_rl_began_with(run):
-    summary = RunSummary(
-        name="x",
-        status="stopped",
-        metric="accuracy",
-        best_step=0,
-        last_step=0,
-        evaluations=EVALUATIONS[:2],
-        checkpoints=(),
-        wall_seconds=1.0,
-        signal=2,
-    )
-    write_summary(run.summary, summary)
-    row = run_table([run.path]).splitlines()[1].split(",")
-    assert row[1:] == [
-        "stopped",
-        "sums",
-        "200",
-        "0.0",
-        "0.41",
-        "0.41",
-        "0.34",
-        "0.48",
-        "",
-        "accuracy",
-        "0",
-        "0.41",
-        "0",
-        "1.0",
-    ]
+    write_summary(run.summary, summaries.summary(*EVALUATIONS[:2], best_step=0, last_step=0, signal=2))
+    row = run_table([run.path]).splitlines()[1]
+    assert row == f"{run.path},stopped,sums,200,0.0,0.41,0.41,0.34,0.48,,accuracy,0,0.41,0,117.6"
 
 
 def test_several_runs_are_compared_in_a_table_for_the_terminal(run, tmp_path):
     other, bare = RunPaths(tmp_path / "other"), RunPaths(tmp_path / "bare")
     for paths in (other, bare):
         paths.path.mkdir()
-    sampled = StageEvaluation(
-        stage="train", step=3, task="t", size=8, metrics={"reward": -1.25}, intervals={"reward": (-2.0, -0.5)}
-    )
+    sampled = summaries.evaluation("train", 3, reward=-1.25, intervals={"reward": (-2.0, -0.5)})
     write_summary(
         other.summary, replace(SUMMARY, status="stopped", metric="reward", best_step=None, evaluations=(sampled,))
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from flatpeak.kernels.native.build import UnavailableError, library_name
 from flatpeak.pipeline.rollout_engines import PlainSampler
 from flatpeak.report.page import shorten_hashes, write_report
 from flatpeak.runs.manifest import check_resumable, describe_start
+from support.runs import Recipe, Train
 
 OLD = {"evaluation": {"every": 5}, "rewards": {"correctness": {"type": "number"}}, "curriculum": None}
 
@@ -57,7 +57,7 @@ def own_sampler(policy: Any) -> OwnSampler:
     ids=["native", "torch", "generate", "own"],
 )
 def test_the_manifest_and_the_report_name_what_draws_the_rollouts(
-    rollout: Any, options: Any, decoder: str | None, recipe: Callable[..., Any], train: Callable[..., Any]
+    rollout: Any, options: Any, decoder: str | None, recipe: Recipe, train: Train
 ) -> None:
     try:
         expected = decoder or library_name()
@@ -88,3 +88,29 @@ def test_a_processor_is_named_with_its_generation(listed: str, name: str, monkey
     given = lambda path, *how, **more: listed if path.name == "cpuinfo" else read_text(path, *how, **more)  # noqa: E731
     monkeypatch.setattr(Path, "read_text", given)
     assert describe_start([])["hardware"]["cpu"] == name
+
+
+JUDGE = {"type": "judge", "rubric": "correctness", "timeout": 60.0, "budget": {"max_calls": 10}}
+
+
+def judged(**changes: Any) -> dict[str, Any]:
+    return {"rewards": {"judge": JUDGE | changes}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [({"budget": {"max_calls": 20}}, "rewards.judge.budget.max_calls"), ({"timeout": 5.0}, "rewards.judge.timeout")],
+)
+def test_how_a_judge_is_asked_and_what_may_be_spent_can_change(changes: dict[str, Any], key: str) -> None:
+    assert list(check_resumable(judged(), judged(**changes))) == [key]
+
+
+def test_what_a_step_may_lose_to_hopeless_answers_can_change() -> None:
+    changed = check_resumable({"run": {"grading_budget": 30.0}}, {"run": {"grading_budget": None}})
+    assert changed == {"run.grading_budget": "30.0 -> None"}
+
+
+@pytest.mark.parametrize("changes", [{"rubric": "weighted"}, {"weight": 2.0}, {"type": "math"}])
+def test_what_its_scores_mean_cannot(changes: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="cannot resume with a changed recipe"):
+        check_resumable(judged(), judged(**changes))

@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -58,17 +59,7 @@ def test_its_json_is_plain(tmp_path):
 
 
 def test_what_is_not_finite_is_null(tmp_path):
-    summary = RunSummary(
-        name="x",
-        status="done",
-        metric="accuracy",
-        best_step=None,
-        last_step=0,
-        evaluations=(evaluation("start", 0, math.nan),),
-        checkpoints=(),
-        wall_seconds=0.0,
-    )
-    write_summary(tmp_path / "summary.json", summary)
+    write_summary(tmp_path / "summary.json", replace(SUMMARY, evaluations=(evaluation("start", 0, math.nan),)))
     assert read_summary(tmp_path / "summary.json").evaluations[0].metrics == {"accuracy": None, "reward": 0.5}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,18 +34,3 @@ def make_program(folder: Path, name: str, script: str) -> Path:
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     return program
-
-
-def ends(number: int, *, seconds: float = 60) -> bool:
-    """Whether a process ends within so many seconds."""
-    deadline = time.monotonic() + seconds
-    while _is_alive(number) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not _is_alive(number)
-
-
-def _is_alive(number: int) -> bool:
-    try:
-        return Path(f"/proc/{number}/stat").read_text().split()[2] != "Z"
-    except OSError:
-        return False

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+
+from support.workers import alive, all_end, children
 
 Way = Literal["rank killed", "rank raises", "rank terminated", "all terminated", "launcher killed"]
 WAYS: tuple[Way, ...] = ("rank killed", "rank raises", "rank terminated", "all terminated", "launcher killed")
@@ -106,10 +108,7 @@ def run_and_kill(recipe: Mapping[str, Any], kill: Kill) -> End:
         began = time.monotonic()
         _kill(job.pid, pids, kill)
         code = job.wait(timeout=60)
-        while any(alive(pid) for pid in pids.values()):
-            if time.monotonic() > began + 60:
-                raise AssertionError(f"{kill}: ranks outlive the job")
-            time.sleep(0.05)
+        assert all_end(list(pids.values()), within=60), f"{kill}: ranks outlive the job"
     finally:
         for pid in [job.pid, *ranks_of(job.pid).values()]:
             if alive(pid):
@@ -146,7 +145,7 @@ def _kill(launcher: int, pids: Mapping[int, int], kill: Kill) -> None:
 def ranks_of(launcher: int) -> dict[int, int]:
     """The process of each rank, once both have been started."""
     found = {}
-    for child in _children(launcher):
+    for child in children(launcher):
         try:
             names = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
         except OSError:
@@ -155,25 +154,6 @@ def ranks_of(launcher: int) -> dict[int, int]:
         if ranks:
             found[ranks[0]] = child
     return found if len(found) == 2 else {}
-
-
-def _children(pid: int) -> Iterator[int]:
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            yield from map(int, task.read_text().split())
-        except OSError:
-            continue
-
-
-def alive(pid: int) -> bool:
-    """Whether a process has a thread that is no zombie: the first one may end before those that hold its files."""
-    for task in Path(f"/proc/{pid}/task").glob("*/stat"):
-        try:
-            if task.read_text().rpartition(")")[2].split()[0] not in ("Z", "X"):
-                return True
-        except OSError:
-            continue
-    return False
 
 
 def rows_of(run: Path) -> int:

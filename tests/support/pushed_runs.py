@@ -6,27 +6,15 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from flatpeak.config.run_config import RunConfig
-from support.runs import speed_up_runs, tiny_recipe
+from support.runs import quick_train, tiny_recipe
 
 STORED_KEY, PRINTED_KEY = "a-key-of-the-recipe", "hf_" + "inTheRecipeItself42"
 SCORES = """
 def score(completion, gold, api_key, note):
     return float(sum(map(ord, completion)) % 3)
 """
-
-
-def quick_train(*args: Any, **settings: Any) -> Path:
-    """`flatpeak.train` in silence, without what takes most of a tiny run's time; the run's directory."""
-    import flatpeak.pipeline.train
-
-    with pytest.MonkeyPatch.context() as patch:
-        speed_up_runs(patch)
-        return Path(flatpeak.pipeline.train.train(*args, progress=False, **settings).path)
 
 
 def make_finished_run(directory: Path) -> Path:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from flatpeak.runs.summary import read_summary
 from flatpeak.training.learner import Learner
 
 Stops = Mapping[tuple[str, int], Callable[[], None]]
-TIMES = ("time/", "throughput/", "memory/")
+TIMES = ("time/", "throughput/", "memory/", "gradreg/time_share")
 SFT_STEPS, RL_STEPS = 3, 5
 EVERYTHING: dict[str, Any] = {
     "run": {"checkpoint_every": 2, "keep_checkpoints": 1},
@@ -107,6 +109,32 @@ class Run:
         for (stage, step), action in (stop or {}).items():
             actions[stage, step] = judge.at(step, action) if stage == "train" else action
         return self.train(self.config, reward=judge, progress=self.watch(actions), **options)
+
+    def stop_at(self, stage: str, step: int, number: int = signal.SIGTERM) -> Any:
+        """Start it, and send it a signal when that step is recorded."""
+        stopped = self.start(stop={(stage, step): lambda: os.kill(os.getpid(), number)})
+        assert stopped.exit_code == 128 + number
+        return stopped
+
+    def die_at(self, stage: str, step: int) -> None:
+        """Start it, and end it without a word when that step is recorded."""
+        with pytest.raises(Death):
+            self.start(stop={(stage, step): die})
+
+    def finish(self, **options: Any) -> dict[str, Any]:
+        """Start it, or resume it, to its end; its outcome."""
+        assert self.start(**options).exit_code == 0
+        return outcome(self.path)
+
+    def go_on(self) -> dict[str, Any]:
+        """Resume it to its end; its outcome."""
+        return self.finish(resume=True)
+
+
+MakeRun = Callable[..., Run]
+"""The fixture `make_run`."""
+Whole = Callable[..., dict[str, Any]]
+"""The fixture `whole`."""
 
 
 def outcome(path: Path) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,6 +13,13 @@ from typing import Any
 import pytest
 
 from support.models import RUN_SIZES
+
+Recipe = Callable[..., dict[str, Any]]
+"""The fixture `recipe`, and below those of the same names."""
+Train = Callable[..., Any]
+Finished = Callable[..., Path]
+MakeModel = Callable[..., tuple[Any, Any]]
+Send = Callable[[int], Callable[[], None]]
 
 
 def tiny_recipe(directory: Path, **sections: Any) -> dict[str, Any]:
@@ -27,6 +36,27 @@ def tiny_recipe(directory: Path, **sections: Any) -> dict[str, Any]:
         "evaluation": {"every": 0},
     }
     return merge(base, sections)
+
+
+class FinishedRuns:
+    """Tiny runs that are done: each recipe is trained once, and copied for every test that asks for it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.made: dict[str, Path] = {}
+
+    def copy(self, directory: Path, train: Train, *, reward: Callable[..., Any] | None, sections: Any) -> Path:
+        """A copy in `directory` of the run of these sections, by a reward that is a function of a module's."""
+        key = json.dumps([reward and f"{reward.__module__}.{reward.__qualname__}", sections], sort_keys=True)
+        if key not in self.made:
+            recipe = tiny_recipe(self.root / str(len(self.made)), **sections)
+            self.made[key] = Path(train(recipe, reward=reward, progress=False).path)
+        made = self.made[key]
+        copy = directory / made.name
+        shutil.copytree(made, copy, symlinks=True)
+        for path in (copy / "config.yaml", copy / "manifest.json"):
+            path.write_text(path.read_text().replace(str(made.parent), str(directory)))
+        return copy
 
 
 def replace_in_importers(patch: pytest.MonkeyPatch, function: Callable[..., Any], replacement: Any) -> None:
@@ -46,6 +76,15 @@ def speed_up_runs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(os, "fsync", lambda descriptor: None)
     replace_in_importers(patch, write_report, lambda path: path / "report.html")
     replace_in_importers(patch, announce_decoding, lambda *args, **settings: None)
+
+
+def quick_train(*args: Any, **settings: Any) -> Path:
+    """`flatpeak.train` in silence, without what takes most of a tiny run's time; the run's directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        speed_up_runs(patch)
+        import flatpeak.pipeline.train
+
+        return Path(flatpeak.pipeline.train.train(*args, progress=False, **settings).path)
 
 
 class Watcher:
@@ -69,3 +108,6 @@ class Watcher:
 
     def values(self, name: str, *, stage: str = "train") -> list[float]:
         return [metrics[name] for seen, _, metrics in self.rows if seen == stage]
+
+
+Watch = Callable[..., Watcher]

@@ -13,6 +13,7 @@ import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -165,6 +166,7 @@ def source_files(package: Path = PACKAGE) -> list[Path]:
     return [path for path in sorted(package.rglob("*.py")) if "recipes" not in path.relative_to(package).parts]
 
 
+@cache
 def read_structure(package: Path = PACKAGE) -> Structure:
     """The structure of the package at this path. What an `__init__` names for type checkers only is no import of it."""
     paths = {module_name(path, package): path for path in source_files(package)}
@@ -200,19 +202,24 @@ def sampler_questions(package: Path = PACKAGE) -> int:
 
     Hooks of the base class answer whatever such a call would ask.
     """
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in source_files(package)]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    bases = {node.name: _names(node.bases) for node in nodes if isinstance(node, ast.ClassDef)}
+    bases: dict[str, set[str]] = {}
+    calls: list[ast.Call] = []
+    for path in source_files(package):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                bases[node.name] = _names(node.bases)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+                calls.append(node)
     samplers = {"Sampler", "SamplerLike"}
     while derived := {name for name, names in bases.items() if names & samplers} - samplers:
         samplers |= derived
-    calls = [node for node in nodes if isinstance(node, ast.Call) and _names([node.func]) == {"isinstance"}]
     return sum(1 for call in calls if _names(call.args[1:]) & samplers)
 
 
 def child_boots(package: Path = PACKAGE) -> int:
     """Count the commands that start this Python with code of their own: `utils/child_process.py` has the only one."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in source_files(package)]
+    sources = [path.read_text(encoding="utf-8") for path in source_files(package)]
+    trees = [ast.parse(source) for source in sources if "sys.executable" in source]
     lists = [ast.unparse(node) for tree in trees for node in ast.walk(tree) if isinstance(node, ast.List)]
     return sum(1 for text in lists if "sys.executable" in text and "'-c'" in text)
 

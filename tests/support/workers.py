@@ -1,4 +1,4 @@
-"""Processes with workers: starting a script in one, and waiting for the ends of all of them."""
+"""Processes: starting a script with workers in one, and waiting for what they do and for their ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).parents[1]
 
@@ -27,16 +29,39 @@ def start_script(script: str, *, workers: int) -> tuple[subprocess.Popen[str], l
     return process, pids
 
 
+def wait_for(reached: Callable[[], Any], *, within: float = 20.0) -> None:
+    """Wait until this is true, and fail where it does not come."""
+    deadline = time.monotonic() + within
+    while not reached():
+        assert time.monotonic() < deadline, "it did not come in time"
+        time.sleep(0.005)
+
+
 def alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
-    return state != "" and not state.startswith("Z")
+    """Whether a process has a thread that is no zombie: the first one may end before those that hold its files."""
+    for task in Path(f"/proc/{pid}/task").glob("*/stat"):
+        try:
+            if task.read_text().rpartition(")")[2].split()[0] not in ("Z", "X"):
+                return True
+        except OSError:
+            continue
+    return False
 
 
-def all_end(pids: list[int], *, within: float) -> bool:
+def children(pid: int) -> Iterator[int]:
+    """The processes that a process has started."""
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            yield from map(int, task.read_text().split())
+        except OSError:
+            continue
+
+
+def all_end(pids: Sequence[int], *, within: float) -> bool:
+    """Whether all of these processes end within so many seconds."""
     deadline = time.monotonic() + within
     while any(alive(pid) for pid in pids):
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.05)
+        time.sleep(0.02)
     return True

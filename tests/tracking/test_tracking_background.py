@@ -14,6 +14,7 @@ import pytest
 from flatpeak.tracking import background
 from flatpeak.tracking.backend import MetricRow, NoticeRow, Table
 from flatpeak.tracking.background import TrackedRun, TrackerThread
+from support.workers import wait_for
 
 
 class Fake:
@@ -65,13 +66,6 @@ def start(fake: Fake, path: Path, **options: Any) -> TrackerThread:
 
 def finish(thread: TrackerThread, status: str = "done", *, longest: float = 60.0) -> None:
     thread.close(status, longest=longest)
-
-
-def wait_for(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not reached() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert reached()
 
 
 @pytest.fixture(autouse=True)

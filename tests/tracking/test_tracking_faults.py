@@ -22,7 +22,8 @@ from flatpeak.runs.notices import read_notices
 from flatpeak.tracking import background, trackers
 from flatpeak.tracking.backend import RunFacts
 from flatpeak.tracking.config import TrackingConfig
-from support.runs import Watcher
+from support.runs import Recipe, Train, Watcher
+from support.workers import wait_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -52,7 +53,7 @@ def weights(run: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def plain(recipe: Callable[..., Any], train: Callable[..., Any]) -> dict[str, bytes]:
+def plain(recipe: Recipe, train: Train) -> dict[str, bytes]:
     """The weights of the run without trackers."""
     return weights(train(recipe(run={"name": "plain"}, training={"steps": 3})).path)
 
@@ -87,9 +88,7 @@ def test_a_lost_directory_is_told_once_and_changes_nothing(
     events = tmp_path / "events"
 
     def lose() -> None:
-        deadline = time.monotonic() + 60
-        while not list(events.rglob("events*")) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for(lambda: list(events.rglob("events*")), within=60)
         shutil.rmtree(events)
 
     watcher = Watcher({("train", 1): lose})

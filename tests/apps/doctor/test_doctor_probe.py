@@ -17,7 +17,7 @@ import pytest
 from flatpeak.apps.doctor import checks, probe
 from flatpeak.apps.doctor.checks import CHECKS, examine, lines
 from flatpeak.apps.doctor.probe import Check, Finding, Probe, note, ok
-from support.installations import ends
+from support.workers import all_end, wait_for
 
 TOKEN = "hf_" + "abcdefghij" * 3
 MakeCheck = Callable[..., Check]
@@ -86,7 +86,7 @@ def test_what_a_check_leaves_behind_is_killed(make_check: MakeCheck, tmp_path: P
     left = "subprocess.Popen(['sleep', '300'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid"
     check = make_check(f"Path('{tmp_path}/pid').write_text(str({left}))", "yield ok('it', 'done')")
     assert [one.text for one in Probe(check, os.environ).findings()] == ["done"]
-    assert ends(int((tmp_path / "pid").read_text()))
+    assert all_end([int((tmp_path / "pid").read_text())], within=60)
 
 
 @pytest.mark.slow
@@ -101,11 +101,8 @@ def test_a_check_whose_doctor_is_killed_ends_by_itself(make_check: MakeCheck, tm
     )
     paths = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     subprocess.run([sys.executable, "-c", code, check.__module__, check.__name__], env=paths, check=True)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    assert ends(int((tmp_path / "pid").read_text()))
+    wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), within=60)
+    assert all_end([int((tmp_path / "pid").read_text())], within=60)
 
 
 def test_checks_run_side_by_side_and_a_broken_one_leaves_the_others(make_check: MakeCheck, tmp_path: Path) -> None:
@@ -145,7 +142,7 @@ def test_a_report_that_is_given_up_kills_what_is_left(make_check: MakeCheck, tmp
     report = examine([waits, hangs])
     assert next(report).text == "done"
     report.close()
-    assert ends(int((tmp_path / "pid").read_text() or 0))
+    assert all_end([int((tmp_path / "pid").read_text() or 0)], within=60)
 
 
 def test_secrets_and_homes_are_not_in_a_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from flatpeak.utils.adapters import LoraConfig
 from support.models import letter_tokenizer, tiny_model
 from support.policies import plain_logprobs, uneven_batch
 from support.preferences import reward_model_recipe, write_pairs
+from support.runs import Recipe
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {},
@@ -105,7 +105,7 @@ def test_what_rounding_takes_is_the_norm_of_the_error_over_that_of_the_adapters_
 
 
 def test_a_run_exports_the_checkpoint_that_is_asked_for_without_the_state_of_the_trainer(
-    recipe: Callable[..., Any], train: Any, tmp_path: Path
+    recipe: Recipe, train: Any, tmp_path: Path
 ) -> None:
     def lengths(completions: list[str], **_: Any) -> list[float]:
         return [float(len(completion)) for completion in completions]

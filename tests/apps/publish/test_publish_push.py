@@ -27,11 +27,10 @@ from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
 from flatpeak.rewards.sequence_classifier import load_model
 from support.gguf import gguf_model, write_gguf
-from support.models import run_model
 from support.preferences import reward_model_recipe, write_pairs
-from support.pushed_runs import PRINTED_KEY, STORED_KEY, contents, copied, python_of, quick_train
+from support.pushed_runs import PRINTED_KEY, STORED_KEY, contents, copied, python_of
 from support.reward_functions import odd
-from support.runs import tiny_recipe
+from support.runs import quick_train, tiny_recipe
 
 MODEL = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 BESIDE = {"README.md", "flatpeak.json", "recipe.yaml"}
@@ -144,18 +143,6 @@ def test_a_key_in_the_models_own_settings_is_refused_by_the_files_name(finished_
         push(run, repo="me/tiny", checkpoint="last", dry_run=tmp_path / "dry")
     assert PRINTED_KEY not in str(caught.value)
     assert not (tmp_path / "dry").exists()
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    """A saved model with its tokenizer, which others have as me/base."""
-    model, tokenizer = run_model()
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            parameter.data.mul_(4)
-    model.save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
 
 
 def test_the_recipe_over_a_gguf_file_names_the_base_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
