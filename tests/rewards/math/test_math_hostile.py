@@ -11,7 +11,7 @@ from typing import Final
 
 import pytest
 
-from support.math_cases import CASES, grade
+from support.graded_cases import CASES, grade
 
 LIMIT: Final = 0.5
 """Seconds for one pair."""
