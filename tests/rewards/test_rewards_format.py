@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from pydantic import ValidationError
 
-from flatpeak.rewards.config import LengthConfig
 from flatpeak.rewards.format import FormatReward, LengthReward, format_checks
 from support.tables import read_tables
 
@@ -34,9 +32,3 @@ def test_an_empty_thought_closed_in_the_prompt_is_not_prefilled(completion, prom
 def test_length_is_rewarded_up_to_the_target_and_falls_to_the_limit(completion, prompt, tokens, score):
     reward = LengthReward(target=10, limit=20)
     assert reward(completion(tokens=tokens), prompt()) == pytest.approx(score, abs=1e-12)
-
-
-@pytest.mark.parametrize("limit", [9, 10])
-def test_a_length_limit_must_lie_beyond_the_target(limit):
-    with pytest.raises(ValidationError, match=f"limit={limit} must be greater than target=10"):
-        LengthConfig(target=10, limit=limit)

@@ -16,7 +16,7 @@ from test_training_trl_parity import trl as trl
 from torch import Tensor
 
 from flatpeak.config.load import parse_config
-from flatpeak.errors import RunError, UserError
+from flatpeak.errors import RunError
 from flatpeak.functional import (
     masked_importance_weights,
     sequence_probability_ratio,
@@ -332,20 +332,6 @@ def test_an_absurd_distance_is_no_error_without_a_correction() -> None:
     metrics = trainer.train_step(1)
     assert metrics["rollout/logprob_gap_mean"] > ABSURD_GAP
     assert trainer.learner.updates == 1
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"cap": 3.0}, r"objective.sampler_correction.cap=3.0 has no effect with .*type=none"),
-        ({"level": "sequence"}, r"set objective.sampler_correction.type=truncate"),
-        ({"type": "truncate", "cap": 0.5}, r"objective.sampler_correction.cap"),
-        ({"type": "clip"}, r"objective.sampler_correction.type"),
-    ],
-)
-def test_recipes_with_a_senseless_correction_are_refused(section: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        parse_config({"objective": {"sampler_correction": section}})
 
 
 def test_the_default_has_no_correction() -> None:
