@@ -20,6 +20,9 @@ from flatpeak.config.load import (
 )
 from flatpeak.errors import UserError
 from support.recipes import unsaid
+from support.tables import read_tables
+
+TABLES = read_tables(__file__)
 
 MODEL = {"model": {"path": "somewhere"}}
 
@@ -40,35 +43,7 @@ def shipped(tmp_path, monkeypatch):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1e-5", 1e-5),
-        ("1E5", 1e5),
-        ("-.5", -0.5),
-        ("3", 3),
-        ("1_000", 1000),
-        ("0x1f", 31),
-        (".inf", float("inf")),
-        ("true", True),
-        ("False", False),
-        ("null", None),
-        ("", None),
-        ("no", "no"),
-        ("2026-01-01", "2026-01-01"),
-        ("1:30", "1:30"),
-        ("007", "007"),
-        ("[1, 2e-3, a]", [1, 2e-3, "a"]),
-        ("{type: bpe, vocab_size: 99}", {"type": "bpe", "vocab_size": 99}),
-        ("{a}{op}{b}=", "{a}{op}{b}="),
-        ("{answer}", "{answer}"),
-        ("{q}: {a}", "{q}: {a}"),
-        ("Note: be brief #1", "Note: be brief #1"),
-        ("*", "*"),
-        ("'5'", "5"),
-        ('"a\\nb"', "a\nb"),
-    ],
-)
+@pytest.mark.parametrize(("text", "value"), TABLES["values"])
 def test_a_value_of_the_command_line_means_what_it_looks_like(text, value):
     parsed = parse_value(text)
     assert parsed == value

@@ -12,62 +12,21 @@ from flatpeak.config.load import apply_overrides, load_recipe, merge, parse_conf
 from flatpeak.config.unused_settings import explicit_settings
 from flatpeak.errors import UserError
 from flatpeak.training.config import ObjectiveConfig
+from support.tables import read_tables
+
+TABLES = read_tables(__file__)
 
 MODEL = {"model": {"path": "x"}}
 SMALL_SUMS = {"type": "arithmetic", "max_value": 5}
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"objective": {"loss": "policy_gradient"}},
-        {"objective": {"loss": "clipped_surrogate", "clip_low": 0.1, "dual_clip": 2.0}},
-        # The KL term is weighted by that ratio even where the policy loss has none.
-        {
-            "objective": {"loss": "policy_gradient", "ratio": "sequence"},
-            "kl": {"coefficient": 0.1, "ratio_weighted": True},
-        },
-        {"task": {"type": "math", "split": "math500", "math500_path": "x"}},
-        {"task": {"type": "preferences", "hub": "a/b", "hub_file": None, "test_split": "test"}},
-        {"task": {"type": "countdown", "counts": [3]}},
-        {"task": {"type": "mmlu", "shots": 3}},
-        {"task": {"type": "mmlu", "wording": "plain"}},
-        {"task": {"type": "preferences", "path": "a.jsonl", "test_fraction": 0.3}},
-        {"task": {"type": "preferences", "hub": "a/b", "hub_file": None, "split": "validation"}},
-        {"optimizer": {"name": "sgd"}},
-        # What is written says off, as the choice does.
-        {"objective": {"loss": "policy_gradient", "dual_clip": None}},
-        {"kl": {"coefficient": 0.1, "placement": "reward", "ratio_weighted": False}},
-        {"rollout": {"min_new_tokens": 4, "max_new_tokens": 4}},
-        {"curriculum": {"task": SMALL_SUMS, "steps": 50, "until_pass_rate": 0.9}, "training": {"steps": 50}},
-        {"curriculum": {"task": SMALL_SUMS, "steps": 50}, "training": {"steps": 0}},
-    ],
-)
+@pytest.mark.parametrize("sections", TABLES["effective"])
 def test_what_has_an_effect_or_is_left_at_its_default_arrives_as_written(sections: dict[str, Any]) -> None:
     resolved = parse_config(MODEL | sections).model_dump(mode="json")
     assert merge(resolved, sections) == resolved
 
 
-@pytest.mark.parametrize(
-    ("name", "overrides", "section", "values"),
-    [
-        (
-            "gspo",
-            ["objective.loss=policy_gradient"],
-            "objective",
-            {"ratio": "token", "clip_low": 0.2, "clip_high": 0.2},
-        ),
-        ("cispo", ["objective.loss=clipped_surrogate"], "objective", {"cap": 5.0}),
-        (
-            "dapo",
-            ["advantage.scale=none", "advantage.baseline=none"],
-            "training",
-            {"dynamic_sampling": {"max_resamples": 0}},
-        ),
-        ("gspo", ["objective.loss=unclipped_surrogate"], "objective", {"ratio": "sequence", "clip_low": 0.2}),
-        ("reinforce", ["objective.loss=clipped_surrogate", "objective.clip_low=0.1"], "objective", {"clip_low": 0.1}),
-    ],
-)
+@pytest.mark.parametrize(("name", "overrides", "section", "values"), TABLES["dropped"])
 def test_an_override_drops_what_it_leaves_without_effect_of_a_preset(
     name: str, overrides: list[str], section: str, values: dict[str, Any]
 ) -> None:
@@ -186,20 +145,7 @@ def test_a_function_takes_the_place_of_an_inherited_scale_and_gives_way_to_it() 
 BASE = {"objective": {"loss": "mine.py:spo", "arguments": {"epsilon": 0.1}}}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "arguments"),
-    [
-        (["objective.loss=mine.py:other"], {}),
-        (["objective.loss=theirs.py:spo"], {}),
-        (["objective.loss=mine.py:other", "objective.arguments.tau=2"], {"tau": 2}),
-        (["objective.arguments.tau=2", "objective.loss=mine.py:other"], {"tau": 2}),
-        (["objective.loss=mine.py:spo", "objective.arguments.tau=2"], {"epsilon": 0.1, "tau": 2}),
-        (["objective.loss=python:spo"], {"epsilon": 0.1}),
-        (["objective.loss=python:other"], {}),
-        (["objective.clip_low=0.1"], {"epsilon": 0.1}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("overrides", "arguments"), TABLES["arguments"], ids=str)
 def test_another_function_does_not_take_over_the_arguments_of_the_one_before_it(
     overrides: list[str], arguments: dict[str, Any]
 ) -> None:

@@ -7,6 +7,9 @@ import pytest
 from flatpeak.errors import UserError
 from flatpeak.tasks.config import build_task
 from flatpeak.tasks.math import GSM8KConfig, gsm8k_gold
+from support.tables import read_tables
+
+TABLES = read_tables(__file__)
 
 ROWS = [
     {"question": "Ada has 3 boxes of 4 pens. How many pens? ", "answer": "3 * 4 = <<3*4=12>>12 pens\n#### 12"},
@@ -22,31 +25,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("answer", "gold"),
-    [
-        ("### Step 1\nwork\n#### 18", "18"),
-        ("#### 7\nno, wait\n#### 18", "18"),
-        ("#### $18", "18"),
-        ("#### -$ 18", None),
-        ("#### -$18", "-18"),
-        ("#### 18.", "18"),
-        ("#### 2,125,000", "2125000"),
-        ("####18", "18"),
-        ("####\n18\nmore words 3", "18"),
-        ("#### 18 apples", "18"),
-        ("#### −5", "-5"),
-        ("#### 18.50", "18.5"),
-        ("18", None),
-        ("#### ", None),
-        ("#### eighteen", None),
-        ("#### 1,2", None),
-        ("#### 18 or 19", None),
-        ("#### 18 million", None),
-        ("#### 18 dozens of eggs", None),
-        ("#### 18/2", None),
-    ],
-)
+@pytest.mark.parametrize(("answer", "gold"), TABLES["golds"])
 def test_gold_is_the_number_after_the_last_mark(answer, gold):
     assert gsm8k_gold(answer) == gold
 

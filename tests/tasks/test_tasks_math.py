@@ -9,6 +9,9 @@ from flatpeak.rewards.math.extract import extract_answer, gold_answer
 from flatpeak.tasks.config import build_task
 from flatpeak.tasks.data_files import slug
 from flatpeak.tasks.math import MATH500_HUB_NAME, MATH_HUB_NAME, SUBJECTS, MATHConfig, boxed_answer
+from support.tables import read_tables
+
+TABLES = read_tables(__file__)
 
 
 def row(problem, answer, *, level="Level 1", type="Algebra"):
@@ -60,43 +63,12 @@ def by_id(examples):
     return {example.id: example for example in examples}
 
 
-@pytest.mark.parametrize(
-    ("solution", "answer"),
-    [
-        ("so $\\boxed{5}$.", "5"),
-        ("$\\boxed{\\frac{1}{2}}$", "\\frac{1}{2}"),
-        ("first $\\boxed{3}$, no: $\\boxed{4}$", "4"),
-        ("$\\boxed{3}$ and $\\boxed{4$", "3"),
-        ("$\\fbox{12}$", "12"),
-        ("$\\boxed{5}$, with a note \\fbox{see above}", "5"),
-        ("$\\boxed 5$ apples", "5"),
-        ("$\\boxed 5\\%$", "5\\%"),
-        ("The answer is \\boxed 7.\nDone.", "7"),
-        ("\\(\\boxed 8\\) it is", "8"),
-        ("$\\boxed {9}$", "9"),
-        ("$\\boxed{\\{1, 2\\}}$", "\\{1, 2\\}"),
-        ("$\\boxed{\\text{(A)} }$", "\\text{(A)}"),
-        ("$\\boxed{}$", None),
-        ("no box {5}", None),
-        ("\\boxedx{5}", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("solution", "answer"), TABLES["boxes"])
 def test_the_gold_answer_is_the_last_box_whose_braces_balance(solution, answer):
     assert boxed_answer(solution) == answer
 
 
-@pytest.mark.parametrize(
-    ("solution", "gold"),
-    [
-        ("$x = -\\boxed{5}$", "-5"),
-        ("$\\boxed{5}\\sqrt{2}$", "5\\sqrt{2}"),
-        ("$\\boxed{2}$ and $\\boxed{3}$", "\\boxed{2}, \\boxed{3}"),
-        ("$x = \\boxed{2}$ or $x = -\\boxed{2}$", "x = \\boxed{2}, x = \\boxed{-2}"),
-        ("$\\boxed{5}$, and $\\boxed{5}$", "5"),
-        ("$\\boxed{\\frac12}$, or $\\boxed{0.5}$", "\\boxed{\\frac12}, \\boxed{0.5}"),
-    ],
-)
+@pytest.mark.parametrize(("solution", "gold"), TABLES["several_boxes"])
 def test_a_gold_answer_in_several_boxes_is_read_as_an_answer_is(solution, gold):
     assert boxed_answer(solution) == gold
     assert gold_answer(gold) == extract_answer(solution)
