@@ -4,6 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flatpeak.config import load as recipe
 from flatpeak.config.error_messages import known_keys
@@ -18,7 +21,9 @@ from flatpeak.config.load import (
     read_recipe,
     shipped_recipes,
 )
+from flatpeak.config.settings_reference import as_value
 from flatpeak.errors import UserError
+from support.properties import repeatable
 from support.recipes import unsaid
 from support.tables import read_tables
 
@@ -64,6 +69,33 @@ def test_mappings_merge_and_lists_are_replaced():
         "d": None,
     }
     assert base == {"a": {"x": 1, "y": {"z": 2}}, "b": [1, 2], "c": 3}
+
+
+NAMES = st.sampled_from("abc")
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.lists(st.integers(), max_size=2)
+DELTAS = st.dictionaries(st.sampled_from(["s", "t"]), st.dictionaries(NAMES, LEAVES, max_size=3), max_size=2)
+"""Some settings of two sections; null takes one away."""
+
+
+@given(base=DELTAS, second=DELTAS, third=DELTAS)
+@repeatable
+def test_recipes_merge_to_the_same_however_they_are_grouped_and_a_repetition_or_an_empty_one_adds_nothing(
+    base, second, third
+):
+    merged = merge(merge(base, second), third)
+    assert merged == merge(base, merge(second, third))
+    assert merge({}, merged) == merge(merged, {}) == merge(merged, third) == merged
+
+
+@given(base=DELTAS, delta=DELTAS)
+@repeatable
+def test_overrides_settings_and_recipes_in_files_say_the_same(base, delta, tmp_path):
+    values = {f"{section}.{key}": value for section, keys in delta.items() for key, value in keys.items()}
+    expected = merge(base, {section: keys for section, keys in delta.items() if keys})
+    assert apply_overrides(base, [f"{key}={as_value(value)}" for key, value in values.items()]) == expected
+    assert apply_settings(base, values) == expected
+    put(tmp_path / "base.yaml", yaml.safe_dump(base))
+    assert load_recipe(put(tmp_path / "r.yaml", yaml.safe_dump(delta | {"extends": "base"}))) == merge(base, delta)
 
 
 def test_another_type_replaces_a_section_and_the_same_type_merges_into_it():

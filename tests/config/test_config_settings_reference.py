@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import Field
 
 from flatpeak.config.error_messages import known_keys
@@ -16,6 +18,7 @@ from flatpeak.config.schema_types import type_in_words
 from flatpeak.config.settings_reference import Section, Setting, as_value, settings_reference
 from flatpeak.config.settings_rendering import COMMAND, to_json, to_markdown, to_text
 from flatpeak.errors import UserError
+from support.properties import repeatable
 from support.tables import read_tables
 
 TABLES = read_tables(__file__)
@@ -211,9 +214,13 @@ def test_types_are_plain_words(annotation: Any, words: str) -> None:
     assert type_in_words(annotation) == words
 
 
-@pytest.mark.parametrize(
-    "value", ["auto", "", " x", "null", "1e-5", "{a}+{b}=", 1e-6, None, True, [0.9, "+"], {"a": {}}]
-)
+PRINTED = st.characters(codec="utf-8", categories=("L", "N", "P", "S", "Zs"))
+TEXTS = st.text(PRINTED) | st.sampled_from(["null", "1e-5", " x"])
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS
+
+
+@given(value=LEAVES | st.lists(LEAVES, max_size=3) | st.dictionaries(TEXTS, LEAVES, max_size=3))
+@repeatable
 def test_values_are_read_back_as_they_were(value: Any) -> None:
     assert apply_overrides({}, [f"key={as_value(value)}"]) == {"key": value}
 

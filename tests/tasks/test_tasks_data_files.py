@@ -1,10 +1,14 @@
+import csv
 import json
 from zipfile import ZipFile
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flatpeak.errors import UserError
 from flatpeak.tasks.data_files import read_csv_cells, read_file, read_hub, read_objects, read_split
+from support.properties import repeatable
 
 
 def read(file):
@@ -47,6 +51,33 @@ def test_a_broken_file_is_an_error_that_says_where(tmp_path, name, content, mess
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         read(tmp_path / name)
+
+
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\r\0"))
+VALUES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS
+TABLES = st.lists(st.sampled_from("abcd"), min_size=1, unique=True).flatmap(
+    lambda columns: st.lists(st.fixed_dictionaries(dict.fromkeys(columns, TEXTS)), min_size=1, max_size=4)
+)
+
+
+@given(rows=st.lists(st.dictionaries(TEXTS, VALUES | st.lists(VALUES, max_size=2), max_size=3), max_size=4))
+@repeatable
+def test_json_is_read_as_it_was_written(rows, tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
+    (tmp_path / "a.json").write_text(json.dumps(rows), "utf-8")
+    assert (
+        [row.values for row in read(tmp_path / "a.jsonl")] == [row.values for row in read(tmp_path / "a.json")] == rows
+    )
+
+
+@given(rows=TABLES)
+@repeatable
+def test_csv_is_read_as_it_was_written(rows, tmp_path):
+    with (tmp_path / "a.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], quoting=csv.QUOTE_ALL)
+        writer.writeheader()
+        writer.writerows(rows)
+    assert [row.values for row in read(tmp_path / "a.csv")] == rows
 
 
 OBJECTS = {"b/10.json": {"n": 10}, "b/2.json": {"n": 2}, "a.json": {"n": 1}, "b/notes.txt": None}

@@ -9,8 +9,11 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
+from fractions import Fraction
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from math_verify import grader as math_verify_grader
 
 from flatpeak.rewards.math import grader as math_grader
@@ -21,6 +24,7 @@ from flatpeak.rewards.math.parser import parse_expression
 from flatpeak.rewards.math.rule_grader import normalized, rule_verdict
 from flatpeak.rewards.math.syntax_tree import OverLimitError, UndefinedError, UnreadableError
 from flatpeak.rewards.workers.pool import WorkerError
+from support.properties import repeatable
 from support.tables import read_tables
 
 TABLES = read_tables(__file__)
@@ -181,13 +185,37 @@ def test_whatever_the_rules_raise_is_a_failed_verdict(monkeypatch: pytest.Monkey
     assert str(outcome).startswith("MemoryError: 5 (")
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [("0.5", r"\dfrac{2}{4}"), ("x = 3", "3.0"), ("1,000", r"1{,}000"), (r"\frac{3}{4}", "75/100"), ("½", "0.5")],
-)
-def test_answers_of_one_value_have_one_vote(first: str, second: str) -> None:
-    assert normalized(first) == normalized(second)
-    assert normalized(first) != normalized("7")
+def spellings(value: Fraction) -> list[str]:
+    """Ways to write a number, of which the grader reads each."""
+    top, bottom = value.numerator, value.denominator
+    sign, whole, rest = "-" if value < 0 else "", abs(top) // bottom, abs(top) % bottom
+    written = [
+        f"{top}/{bottom}",
+        rf"\frac{{{top}}}{{{bottom}}}",
+        rf"x = {sign}\dfrac{{ {2 * abs(top)} }}{{ {2 * bottom} }}",
+    ]
+    if bottom == 1:
+        written += [f"{top:,}", f"{top}.0", rf"\left({top}\right)", rf"${top}$"]
+    elif whole:
+        written += [rf"{sign}{whole}\frac{{{rest}}}{{{bottom}}}", f"{sign}{whole} {rest}/{bottom}"]
+    if 1000 % bottom == 0:
+        written += [f"{float(value)}", f"{float(value):.6f}"]
+    return written
+
+
+NUMBERS = st.fractions(-3000, 3000, max_denominator=20)
+
+
+@given(first=NUMBERS, second=NUMBERS, data=st.data())
+@repeatable
+def test_numbers_are_equal_by_their_value_and_never_by_their_spelling(
+    first: Fraction, second: Fraction, data: st.DataObject
+) -> None:
+    one, same, other = (data.draw(st.sampled_from(spellings(value))) for value in (first, first, second))
+    assert rule_verdict(one, same) is True
+    assert normalized(one) == normalized(same)
+    assert rule_verdict(one, other) is rule_verdict(other, one) is (first == second)
+    assert (normalized(one) == normalized(other)) is (first == second)
 
 
 @pytest.mark.parametrize("answer", ["9^{9000}", "1e9000", "x = 1e-9000"])
