@@ -189,9 +189,17 @@ def trl_weights(trl: Any, directory: Path, mode: str, loss_type: str) -> dict[st
     return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("type_", TYPES)
+@pytest.mark.parametrize(
+    ("type_", "level", "loss_type"),
+    [
+        *[("truncate", "token", "grpo"), ("truncate", "sequence", "dapo"), ("mask", "token", "dapo")],
+        ("mask", "sequence", "grpo"),
+        pytest.param("truncate", "token", "dapo", marks=pytest.mark.slow),
+        pytest.param("truncate", "sequence", "grpo", marks=pytest.mark.slow),
+        pytest.param("mask", "token", "grpo", marks=pytest.mark.slow),
+        pytest.param("mask", "sequence", "dapo", marks=pytest.mark.slow),
+    ],
+)
 def test_updates_give_the_weights_of_trls_trainer_with_vllm(
     type_: str, level: str, loss_type: str, trl: Any, tmp_path: Path
 ) -> None:
