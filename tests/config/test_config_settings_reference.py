@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import Field
 
 from flatpeak.config.error_messages import known_keys
@@ -16,6 +18,10 @@ from flatpeak.config.schema_types import type_in_words
 from flatpeak.config.settings_reference import Section, Setting, as_value, settings_reference
 from flatpeak.config.settings_rendering import COMMAND, listed_once, to_json, to_markdown, to_text
 from flatpeak.errors import UserError
+from support.properties import repeatable
+from support.tables import read_tables
+
+TABLES = read_tables(__file__)
 
 DOCS = Path(__file__).parents[2] / "docs"
 SECTIONS = settings_reference()
@@ -165,35 +171,12 @@ def test_a_type_selects_its_own_settings() -> None:
     assert [section.key for section in rows] == ["task", "task.train.0", "task.overlap"]
 
 
-@pytest.mark.parametrize(
-    ("prefix", "key"),
-    [
-        ("rewards.correctness.weight", "rewards.<name>.weight"),
-        ("task.train.3.hub", "task.train.0.hub"),
-        ("optimizer.learning_rate=3e-6", "optimizer.learning_rate"),
-        ("model.new.tokenizer.type=bpe", "model.new.tokenizer.type"),
-        ("rollout.engine.urls", "rollout.engine.urls"),
-        ("curriculum.task.train.0.path", "curriculum.task.train.0.path"),
-        ("curriculum.rewards.easy.backend.base_url", "curriculum.rewards.<name>.backend.base_url"),
-        ("task.overlap.sources.0.question", "task.overlap.sources.0.question"),
-    ],
-)
+@pytest.mark.parametrize(("prefix", "key"), TABLES["lookups"])
 def test_a_key_is_looked_up_as_recipes_write_it(prefix: str, key: str) -> None:
     assert set(find(prefix)) == {key}
 
 
-@pytest.mark.parametrize(
-    ("prefix", "key"),
-    [
-        ("model.new.config.hidden_size", "model.new.config"),
-        ("model.new.config.rope_scaling.factor", "model.new.config"),
-        ("evaluation.sharpness.radii.1", "evaluation.sharpness.radii"),
-        ("optimizer.betas.0", "optimizer.betas"),
-        ("tracking.tags.owner", "tracking.tags"),
-        ("rewards.mine.arguments.scale", "rewards.<name>.arguments"),
-        ("curriculum.task.datasets.chain_sum.max_terms", "curriculum.task.datasets"),
-    ],
-)
+@pytest.mark.parametrize(("prefix", "key"), TABLES["within"])
 def test_a_key_within_a_list_or_free_mapping_is_explained_by_it(prefix: str, key: str) -> None:
     assert list(find(prefix)) == [key]
 
@@ -205,26 +188,7 @@ def test_a_section_that_occurs_twice_is_listed_once_or_where_it_is_asked_for() -
     assert find("task.type=camel_ai")["task.overlap"].same_as == "task.overlap of task.type=rows"
 
 
-@pytest.mark.parametrize(
-    ("prefix", "message"),
-    [
-        ("optimzer", "unknown setting optimzer: did you mean optimizer"),
-        ("optimizer.lerning_rate", "unknown setting optimizer.lerning_rate: did you mean optimizer.learning_rate or "),
-        ("learning_rate", "unknown setting learning_rate: did you mean optimizer.learning_rate or "),
-        ("optimizer.lr", "unknown setting optimizer.lr: here it is optimizer.learning_rate"),
-        ("task.train.path", "unknown setting task.train.path: did you mean task.train.0.path"),
-        (
-            "optimizer.learning_rate.x",
-            "unknown setting optimizer.learning_rate.x: did you mean optimizer.learning_rate",
-        ),
-        ("task.type=rwos", "task.type=rwos: did you mean rows? allowed values are arithmetic, gsm8k, "),
-        ("task.train.0.pth", "unknown setting task.train.0.pth: did you mean task.train.0.path"),
-        ("rewards.a.b.c", "unknown setting rewards.a.b.c"),
-        ("optimizer.betas.x", "unknown setting optimizer.betas.x: did you mean optimizer.betas"),
-        ("optimizer.betas.0.1", "unknown setting optimizer.betas.0.1"),
-        ("zzzz", "unknown setting zzzz: the sections are run, model, task, "),
-    ],
-)
+@pytest.mark.parametrize(("prefix", "message"), TABLES["unknown"])
 def test_an_unknown_key_is_an_error_with_the_nearest_one(prefix: str, message: str) -> None:
     with pytest.raises(UserError) as error:
         settings_reference(prefix)
@@ -254,9 +218,13 @@ def test_types_are_plain_words(annotation: Any, words: str) -> None:
     assert type_in_words(annotation) == words
 
 
-@pytest.mark.parametrize(
-    "value", ["auto", "", " x", "null", "1e-5", "{a}+{b}=", 1e-6, None, True, [0.9, "+"], {"a": {}}]
-)
+PRINTED = st.characters(codec="utf-8", categories=("L", "N", "P", "S", "Zs"))
+TEXTS = st.text(PRINTED) | st.sampled_from(["null", "1e-5", " x"])
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS
+
+
+@given(value=LEAVES | st.lists(LEAVES, max_size=3) | st.dictionaries(TEXTS, LEAVES, max_size=3))
+@repeatable
 def test_values_are_read_back_as_they_were(value: Any) -> None:
     assert apply_overrides({}, [f"key={as_value(value)}"]) == {"key": value}
 

@@ -12,161 +12,21 @@ from flatpeak.config.load import apply_overrides, load_recipe, merge, parse_conf
 from flatpeak.config.unused_settings import explicit_settings
 from flatpeak.errors import UserError
 from flatpeak.training.config import ObjectiveConfig
+from support.tables import read_tables
+
+TABLES = read_tables(__file__)
 
 MODEL = {"model": {"path": "x"}}
 SMALL_SUMS = {"type": "arithmetic", "max_value": 5}
 
 
-@pytest.mark.parametrize(
-    ("sections", "says"),
-    [
-        (
-            {"objective": {"loss": "unclipped_surrogate", "dual_clip": 3.0}},
-            "objective.dual_clip=3.0 has no effect with objective.loss=unclipped_surrogate: remove it, or set "
-            "objective.loss=clipped_surrogate",
-        ),
-        (
-            {"objective": {"loss": "truncated_policy_gradient", "clip_high": 0.28}},
-            "objective.clip_high=0.28 has no effect with objective.loss=truncated_policy_gradient",
-        ),
-        (  # the default, but written
-            {"objective": {"loss": "policy_gradient", "clip_low": 0.2}},
-            "objective.clip_low=0.2 has no effect with objective.loss=policy_gradient",
-        ),
-        (
-            {"objective": {"cap": 9.0}},
-            "objective.cap=9.0 has no effect with objective.loss=clipped_surrogate: remove it, or set "
-            "objective.loss=truncated_policy_gradient",
-        ),
-        (
-            {"objective": {"loss": "policy_gradient", "ratio": "sequence"}},
-            "objective.ratio=sequence has no effect with objective.loss=policy_gradient",
-        ),
-        (
-            {"kl": {"coefficient": 0.1, "placement": "reward", "ratio_weighted": True}},
-            "kl.ratio_weighted=true has no effect with kl.placement=reward: remove it, or set kl.placement=loss",
-        ),
-        (
-            {
-                "advantage": {"baseline": "none", "scale": "none"},
-                "training": {"dynamic_sampling": {"max_resamples": 3}},
-            },
-            "training.dynamic_sampling.max_resamples=3 has no effect with advantage.baseline=none",
-        ),
-        (
-            {"optimizer": {"name": "sgd", "betas": [0.1, 0.2]}},
-            "optimizer.betas=[0.1, 0.2] has no effect with optimizer.name=sgd: remove it, or set optimizer.name=adamw",
-        ),
-        ({"sft": {"optimizer": {"name": "sgd", "eps": 1e-6}}}, "sft.optimizer.eps=1e-06 has no effect"),
-        ({"reward_model": {"optimizer": {"name": "sgd", "eps": 1e-6}}}, "reward_model.optimizer.eps=1e-06 has no"),
-        ({"task": {"type": "math", "math500_path": "x"}}, "task.math500_path=x has no effect with task.split=official"),
-        (
-            {"curriculum": {"task": {"type": "math", "math500_path": "x"}, "steps": 1}},
-            "curriculum.task.math500_path=x has no effect with curriculum.task.split=official",
-        ),
-        (
-            {"task": {"type": "countdown", "source": "published", "max_number": 50}},
-            "task.max_number=50 has no effect with task.source=published: remove it, or set task.source=generated",
-        ),
-        (
-            {"task": {"type": "preferences", "path": "a.jsonl", "test_split": "test"}},
-            "task.test_split=test has no effect with task.path=a.jsonl: remove it, or set task.path=null",
-        ),
-        ({"task": {"type": "preferences", "path": "a.jsonl", "hub": "a/b"}}, "task.hub=a/b has no effect"),
-        (
-            {"task": {"type": "preferences", "hub": "a/b", "split": "validation"}},
-            "task.split=validation has no effect with task.hub_file=alpaca_human_preference.json: remove it, or set "
-            "task.hub_file=null",
-        ),
-        (
-            {"task": {"type": "preferences", "path": "a.jsonl", "test_path": "b.jsonl", "test_fraction": 0.3}},
-            "task.test_fraction=0.3 has no effect with task.test_path=b.jsonl: remove it, or set task.test_path=null",
-        ),
-        (
-            {"task": {"type": "preferences", "hub_file": None, "test_split": "test", "test_fraction": 0.3}},
-            "task.test_fraction=0.3 has no effect with task.test_split=test",
-        ),
-        *(
-            (
-                {"task": {"type": type, "train": [{"path": "a"}], "test": [{"path": "b"}], "test_fraction": 0.3}},
-                'task.test_fraction=0.3 has no effect with task.test=[{"path": "b"}]: remove it, or set task.test=[]',
-            )
-            for type in ("rows", "choices")
-        ),
-        *(
-            (
-                {"task": {"type": type, "wording": "plain", "shots": 3}},
-                "task.shots=3 has no effect with task.wording=plain: remove it, or set task.wording=official",
-            )
-            for type in ("mmlu", "mmlu_pro")
-        ),
-        (
-            {"rollout": {"min_new_tokens": 10, "max_new_tokens": 4}},
-            "rollout.min_new_tokens=10 exceeds rollout.max_new_tokens=4",
-        ),
-        (
-            {"curriculum": {"task": SMALL_SUMS, "steps": 50}, "training": {"steps": 50}},
-            "curriculum.steps=50 leaves none of training.steps=50 to the main task: lower curriculum.steps, raise",
-        ),
-    ],
-)
-def test_a_setting_without_effect_is_refused_with_the_fix(sections: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError) as caught:
-        parse_config(MODEL | sections)
-    assert str(caught.value).startswith(says)
-
-
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"objective": {"loss": "policy_gradient"}},
-        {"objective": {"loss": "clipped_surrogate", "clip_low": 0.1, "dual_clip": 2.0}},
-        # The KL term is weighted by that ratio even where the policy loss has none.
-        {
-            "objective": {"loss": "policy_gradient", "ratio": "sequence"},
-            "kl": {"coefficient": 0.1, "ratio_weighted": True},
-        },
-        {"task": {"type": "math", "split": "math500", "math500_path": "x"}},
-        {"task": {"type": "preferences", "hub": "a/b", "hub_file": None, "test_split": "test"}},
-        {"task": {"type": "countdown", "counts": [3]}},
-        {"task": {"type": "mmlu", "shots": 3}},
-        {"task": {"type": "mmlu", "wording": "plain"}},
-        {"task": {"type": "preferences", "path": "a.jsonl", "test_fraction": 0.3}},
-        {"task": {"type": "preferences", "hub": "a/b", "hub_file": None, "split": "validation"}},
-        {"optimizer": {"name": "sgd"}},
-        # What is written says off, as the choice does.
-        {"objective": {"loss": "policy_gradient", "dual_clip": None}},
-        {"kl": {"coefficient": 0.1, "placement": "reward", "ratio_weighted": False}},
-        {"rollout": {"min_new_tokens": 4, "max_new_tokens": 4}},
-        {"curriculum": {"task": SMALL_SUMS, "steps": 50, "until_pass_rate": 0.9}, "training": {"steps": 50}},
-        {"curriculum": {"task": SMALL_SUMS, "steps": 50}, "training": {"steps": 0}},
-    ],
-)
+@pytest.mark.parametrize("sections", TABLES["effective"])
 def test_what_has_an_effect_or_is_left_at_its_default_arrives_as_written(sections: dict[str, Any]) -> None:
     resolved = parse_config(MODEL | sections).model_dump(mode="json")
     assert merge(resolved, sections) == resolved
 
 
-@pytest.mark.parametrize(
-    ("name", "overrides", "section", "values"),
-    [
-        (
-            "gspo",
-            ["objective.loss=policy_gradient"],
-            "objective",
-            {"ratio": "token", "clip_low": 0.2, "clip_high": 0.2},
-        ),
-        ("cispo", ["objective.loss=clipped_surrogate"], "objective", {"cap": 5.0}),
-        (
-            "dapo",
-            ["advantage.scale=none", "advantage.baseline=none"],
-            "training",
-            {"dynamic_sampling": {"max_resamples": 0}},
-        ),
-        ("gspo", ["objective.loss=unclipped_surrogate"], "objective", {"ratio": "sequence", "clip_low": 0.2}),
-        ("reinforce", ["objective.loss=clipped_surrogate", "objective.clip_low=0.1"], "objective", {"clip_low": 0.1}),
-    ],
-)
+@pytest.mark.parametrize(("name", "overrides", "section", "values"), TABLES["dropped"])
 def test_an_override_drops_what_it_leaves_without_effect_of_a_preset(
     name: str, overrides: list[str], section: str, values: dict[str, Any]
 ) -> None:
@@ -181,18 +41,6 @@ def test_overrides_of_task_recipes_drop_what_they_leave_without_effect() -> None
     files = ["task.path=a.jsonl", "task.test_path=b.jsonl"]
     two = parse_config(load_recipe("flatpeak:tasks/preferences", ["model.path=x", *files]))
     assert two.task.model_dump()["test_path"] == "b.jsonl"
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_two_overrides_that_contradict_each_other_are_refused_in_any_order(order: int) -> None:
-    overrides = ["objective.loss=policy_gradient", "objective.clip_low=0.1"][::order]
-    with pytest.raises(UserError, match=r"objective.clip_low=0.1 has no effect"):
-        parse_config(load_recipe("flatpeak:algorithms/grpo", ["model.path=x", *overrides]))
-
-
-def test_a_clip_written_over_a_preset_without_one_is_refused() -> None:
-    with pytest.raises(UserError, match=r"objective.clip_low=0.1 has no effect with objective.loss=policy_gradient"):
-        parse_config(load_recipe("flatpeak:algorithms/rloo", ["model.path=x", "objective.clip_low=0.1"]))
 
 
 def test_a_file_of_preferences_replaces_the_data_set_of_the_recipe() -> None:
@@ -220,16 +68,6 @@ def test_the_defaults_of_a_resolved_section_are_nobodys_choice() -> None:
     assert list(explicit_settings(ObjectiveConfig(cap=5.0), "cap", "clip_low")) == ["cap"]
     everything = ObjectiveConfig.model_validate(ObjectiveConfig(dual_clip=2.0).model_dump())
     assert list(explicit_settings(everything, "cap", "clip_low", "dual_clip")) == ["dual_clip"]
-
-
-@pytest.mark.parametrize("section", ["optimizer", "sft.optimizer", "reward_model.optimizer"])
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("betas", [1.0, 0.95]), ("betas", [0.9, -0.1]), ("betas", [0.9]), ("eps", 0.0), ("eps", -1e-8), ("eps", ".inf")],
-)
-def test_moments_that_no_optimizer_takes_are_refused_by_their_key(section: str, key: str, value: Any) -> None:
-    with pytest.raises(UserError, match=rf"^{section}\.{key}"):
-        parse_config(load_recipe("flatpeak:demo", [f"{section}.{key}={value}"]))
 
 
 def test_a_model_of_the_callers_beside_one_of_the_recipe_is_refused(
@@ -307,20 +145,7 @@ def test_a_function_takes_the_place_of_an_inherited_scale_and_gives_way_to_it() 
 BASE = {"objective": {"loss": "mine.py:spo", "arguments": {"epsilon": 0.1}}}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "arguments"),
-    [
-        (["objective.loss=mine.py:other"], {}),
-        (["objective.loss=theirs.py:spo"], {}),
-        (["objective.loss=mine.py:other", "objective.arguments.tau=2"], {"tau": 2}),
-        (["objective.arguments.tau=2", "objective.loss=mine.py:other"], {"tau": 2}),
-        (["objective.loss=mine.py:spo", "objective.arguments.tau=2"], {"epsilon": 0.1, "tau": 2}),
-        (["objective.loss=python:spo"], {"epsilon": 0.1}),
-        (["objective.loss=python:other"], {}),
-        (["objective.clip_low=0.1"], {"epsilon": 0.1}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("overrides", "arguments"), TABLES["arguments"], ids=str)
 def test_another_function_does_not_take_over_the_arguments_of_the_one_before_it(
     overrides: list[str], arguments: dict[str, Any]
 ) -> None:

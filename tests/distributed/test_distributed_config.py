@@ -11,31 +11,6 @@ from flatpeak.distributed.launch import check_processes, is_repeated, needs_laun
 from flatpeak.errors import UserError
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-SHARDED = {"processes": 4, "strategy": "fsdp2"}
-
-
-@pytest.mark.parametrize(
-    ("recipe", "words"),
-    [
-        ({"distributed": {"processes": 4, "strategy": "hsdp"}}, "shard_size belongs to"),
-        ({"distributed": {"processes": 4, "strategy": "ddp", "shard_size": 2}}, "shard_size belongs to"),
-        ({"distributed": {"processes": 6, "strategy": "hsdp", "shard_size": 4}}, "has to divide"),
-        ({"distributed": {"processes": 4, "strategy": "hsdp", "shard_size": 4}}, "strategy=fsdp2 shards over all"),
-        ({"distributed": {"processes": 0}}, "greater than or equal to 1"),
-        ({"distributed": SHARDED, "training": {"compile": True}}, "training.compile"),
-        ({"distributed": SHARDED, "evaluation": {"sharpness": {}}}, "evaluation.sharpness"),
-        ({"distributed": {"processes": 2}, "rollout": {"staleness": 1}}, "rollout.engine.type=vllm"),
-        (
-            {"distributed": SHARDED, "gradient_regularization": {"strength": 0.1, "difference": "exact"}},
-            "use forward, central, or ddp",
-        ),
-    ],
-)  # fmt: skip
-def test_what_several_processes_do_not_serve_is_refused_by_name(recipe, words):
-    with pytest.raises(UserError) as refused:
-        parse_config(recipe)
-    assert words in str(refused.value)
-    assert len(str(refused.value).splitlines()) == 1
 
 
 def test_replicas_may_regularize_by_exact_curvature():

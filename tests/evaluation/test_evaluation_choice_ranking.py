@@ -202,22 +202,7 @@ def test_letters_that_the_tokenizer_does_not_know_are_refused() -> None:
         LetterRanker(policy=Policy(model, tokenizer), tokenizer=tokenizer)(questions(tokenizer, 1))
 
 
-@pytest.mark.parametrize(
-    ("evaluation", "says"),
-    [
-        ({"greedy": False, "samples": 2, "metric": "sampled/accuracy"}, "choices=rank with greedy=false"),
-        ({"accuracy": None, "metric": "reward"}, "choices=rank with accuracy=null"),
-        (
-            {"max_new_tokens": 4},
-            "evaluation.max_new_tokens=4 has no effect with evaluation.choices=rank: remove it, or set "
-            "evaluation.choices=generate",
-        ),
-        ({"stop": ["x"]}, "evaluation.stop="),
-    ],
-)
-def test_settings_that_ranking_cannot_keep_are_refused(evaluation: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says.replace("(", r"\(")):
-        parse_config({"model": {"path": "x"}, "evaluation": {"choices": "rank", **evaluation}})
+def test_ranking_keeps_sampled_answers_beside_it() -> None:
     sampled = {"choices": "rank", "samples": 2, "max_new_tokens": 4}
     assert parse_config({"model": {"path": "x"}, "evaluation": sampled}).evaluation.choices == "rank"
 

@@ -243,21 +243,6 @@ def test_an_accuracy_that_is_no_part_of_the_reward_is_refused() -> None:
         run(Script(["7"]), questions(1), accuracy="truth")
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"greedy": False}, "greedy=false with samples=0 asks nothing"),
-        ({"greedy": False, "samples": 2}, "set metric=sampled/accuracy"),
-        ({"accuracy": None}, "metric=accuracy with accuracy=null"),
-        ({"accuracy": None, "metric": "pass@1"}, "metric=pass@1 with accuracy=null"),
-        ({"accuracy": None, "metric": "reward", "robustness": ["typos"]}, "robustness with accuracy=null"),
-    ],
-)
-def test_settings_that_measure_nothing_are_refused(settings: dict[str, object], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        EvaluationConfig(**settings)
-
-
 def test_questions_with_near_neighbours_in_training_are_told_apart() -> None:
     columns = [{"near_train": True}, {"near_train": False}, {"near_train": False}, {"near_train": True}]
     result = run(Script(["7", "7", "8", "7"]), questions(4, columns=columns))

@@ -15,6 +15,9 @@ from flatpeak.evaluation.solution_steps import find_origins, read_steps, recompu
 from flatpeak.tasks.arithmetic import ArithmeticConfig
 from flatpeak.tasks.math import GSM8KConfig
 from flatpeak.types import Example
+from support.tables import read_tables
+
+TABLES = read_tables(__file__)
 
 CRATES = (
     "A grower fills 8 crates with 55 pears each. He sells half of the pears and 20% of what is left spoils. He then "
@@ -52,28 +55,7 @@ def test_marks_are_computed_again_with_the_new_numbers() -> None:
     assert len(seen) > 5
 
 
-@pytest.mark.parametrize(
-    ("question", "gold", "rationale"),
-    [
-        # 4 is both a number of the question and the result of a step.
-        ("I have 4 boxes of 2 and 2 more boxes. How many?", "8", "2+2=<<2+2=4>>4. 4*2=<<4*2=8>>8\n#### 8"),
-        # 7 was found in one's head.
-        ("Of 12 eggs 5 break; I sell the rest at 3. What do I get?", "21", "7*3=<<7*3=21>>21\n#### 21"),
-        # 5 is never used.
-        ("I have 12 eggs and 5 hens and 8 eggs more. How many eggs?", "20", "12+8=<<12+8=20>>20\n#### 20"),
-        # The smaller of two results was chosen: with other numbers it may be the other.
-        ("A costs 4*6 and B 5*3, what is less?", "15", "<<4*6=24>>24, <<5*3=15>>15\n#### 15"),
-        ("The 3rd of 12 boxes holds 4. How many?", "48", "<<12*4=48>>48\n#### 48"),
-        ("From 8:30 on 12 people ate 4 each. How many?", "48", "<<12*4=48>>48\n#### 48"),
-        ("12 people ate 4 each. How many?", "48", "<<12*4=49>>49\n#### 48"),
-        ("12 people ate 4 each. How many?", "48", "<<12**4=20736>>\n#### 48"),
-        ("12 people ate 4 each. How many?", "48", "<<12*4=48>>48, or <<four dozen>>\n#### 48"),
-        ("12 people ate 4 each. How many?", "50", "<<12*4=48>>48 and more\n#### 50"),
-        ("Nobody ate. How many?", "0", "<<0=0>>0\n#### 0"),
-        # Working without marks.
-        ("12 people ate 4 each. How many?", "48", "12 times 4 is 48\n#### 48"),
-    ],
-)
+@pytest.mark.parametrize(("question", "gold", "rationale"), TABLES["unsure"])
 def test_where_the_working_is_not_sure_there_is_no_new_question(question: str, gold: str, rationale: str) -> None:
     for seed in range(5):
         assert perturb(row(question, gold, rationale), "numbers", seed=seed) is None
@@ -119,16 +101,7 @@ def test_word_problems_without_working_need_equations_that_agree() -> None:
         assert perturb(row("Vera had 2 plums and got 2. How many plums are there?", "4"), "numbers", seed=seed) is None
 
 
-@pytest.mark.parametrize(
-    "question",
-    [
-        "Vera had 31 plums and ate 12. Name the number left.",  # asks for no count
-        "Vera had 31 plums, half of them ripe, and ate 12. How many are left?",  # a number in words
-        "Vera had 31 plums, gave away a third and ate 12. How many are left?",
-        "How many roots has $x^{31} - 12$?",
-        "Vera had 31 plums and 4 pears and ate 12 plums. How many plums are left?",  # one of the numbers is idle
-    ],
-)
+@pytest.mark.parametrize("question", TABLES["others"])
 def test_other_questions_keep_their_numbers(question: str) -> None:
     assert perturb(row(question, "19"), "numbers", seed=0) is None
     assert perturb(row("Vera had 31 plums and ate 12. How many are left?", "B"), "numbers", seed=0) is None

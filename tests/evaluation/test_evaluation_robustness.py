@@ -171,26 +171,6 @@ def test_a_run_perturbs_before_and_after_training_and_not_between(tmp_path: Path
     assert not (result.path / "evaluations" / "train_000001_perturbed.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    ("sections", "said"),
-    [
-        ({"evaluation": {"accuracy": None}}, "metric=accuracy with accuracy=null"),
-        (
-            {"evaluation": {"accuracy": None, "metric": "reward"}, "sft": {"steps": 1, "stop_at": 0.5}},
-            "sft.stop_at=0.5 with evaluation.accuracy=null",
-        ),
-        ({"evaluation": {"robustness": ["noise"]}}, "evaluation.robustness"),
-    ],
-)
-def test_a_recipe_that_cannot_be_judged_is_refused(tmp_path: Path, sections: dict[str, object], said: str) -> None:
-    from flatpeak.config.load import parse_config
-    from flatpeak.errors import UserError
-    from support.runs import tiny_recipe
-
-    with pytest.raises(UserError, match=said):
-        parse_config(tiny_recipe(tmp_path, **sections))
-
-
 @pytest.mark.slow
 def test_a_run_without_accuracy_chooses_by_reward(tmp_path: Path) -> None:
     from flatpeak.errors import UserError

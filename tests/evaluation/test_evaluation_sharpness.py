@@ -319,21 +319,6 @@ def test_an_evaluation_without_a_probe_measures_none() -> None:
     assert not [name for name in plain.metrics() if "sharpness" in name]
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"radii": [0.1, 0.1]}, "has a radius twice"),
-        ({"radii": []}, "name a radius"),
-        ({"radii": [1e40]}, "less than or equal to 1000"),
-        ({"perturbed": []}, "is an empty list"),
-        ({"perturbed": "heads"}, "evaluation.sharpness.perturbed=heads: give 'blocks'"),
-    ],
-)
-def test_impossible_settings_are_refused(settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        SharpnessConfig(**settings)
-
-
 def test_falls_have_no_intervals_of_shares() -> None:
     # All falls are 0, which as shares of questions would be [0, 0.66] (Wilson's of 0 of 2).
     class Constant(WeightReader):

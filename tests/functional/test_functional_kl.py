@@ -4,8 +4,11 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flatpeak.functional import importance_ratio, kl_k1, kl_k2, kl_k3
+from support.properties import repeatable
 
 # log p - log ref is ln 2, then -ln 2, then 0.
 LOGPROBS = [-1.0, -1.0 - math.log(2), -3.0]
@@ -27,6 +30,20 @@ def test_values_and_gradients(estimator, values, gradients):
     torch.testing.assert_close(kl, torch.tensor(values, dtype=torch.float64))
     (grad,) = torch.autograd.grad(kl.sum(), logprobs)
     torch.testing.assert_close(grad, torch.tensor(gradients, dtype=torch.float64))
+
+
+@given(logprob=st.floats(-30, 0), reference=st.floats(-30, 0))
+@repeatable
+def test_estimators_are_zero_at_equality_and_k2_and_k3_nowhere_negative(logprob, reference):
+    logprobs = torch.tensor([logprob, reference], dtype=torch.float64, requires_grad=True)
+    references = torch.tensor([reference, reference], dtype=torch.float64)
+    for estimator in (kl_k1, kl_k2, kl_k3):
+        kl = estimator(logprobs, references)
+        (grad,) = torch.autograd.grad(kl.sum(), logprobs)
+        assert kl[1] == 0
+        assert estimator is kl_k1 or (kl[0] >= 0 and grad[1] == 0)
+        # Towards the reference the divergence falls.
+        assert estimator is kl_k1 or grad[0] * (logprob - reference) >= 0
 
 
 @pytest.mark.parametrize(("d", "expected"), [(200.0, math.exp(20) - 21), (-200.0, math.exp(-20) + 19)])

@@ -5,6 +5,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flatpeak.functional import losses
 from flatpeak.functional.losses import (
@@ -15,6 +17,7 @@ from flatpeak.functional.losses import (
     truncated_policy_gradient,
     unclipped_surrogate,
 )
+from support.properties import repeatable
 
 SIGNATURES = {
     "capped_policy_loss": "logprobs_T, ratio_T, advantages_T, *, cap",
@@ -151,11 +154,22 @@ def test_clipped_surrogate_of_a_negative_advantage_stops_below():
     torch.testing.assert_close(gradient(loss, ratio), double([0.0, 1.0, 1.0, 1.0, 1.0]))
 
 
-def test_clipped_surrogate_of_advantage_zero_is_zero_everywhere():
-    ratio = leaf(RATIOS)
-    loss = clipped_surrogate(ratio, double([0.0] * 5), clip_low=0.2, clip_high=0.28, dual_clip=3.0)
-    assert loss.tolist() == [0.0] * 5
-    assert gradient(loss, ratio).tolist() == [0.0] * 5
+finite = st.floats(-4, 4)
+
+
+@given(ratio=st.floats(0.01, 8), advantage=finite, low=st.floats(0, 0.9), high=st.floats(0, 2), dual=st.floats(1.1, 5))
+@repeatable
+def test_the_clip_only_ever_raises_the_loss_and_takes_the_gradient_where_it_does(ratio, advantage, low, high, dual):
+    given_ratio, advantages = leaf([ratio]), double([advantage])
+    loss = clipped_surrogate(given_ratio, advantages, clip_low=low, clip_high=high)
+    plain = unclipped_surrogate(given_ratio, advantages)
+    clipped = ratio > 1 + high if advantage > 0 else ratio < 1 - low
+    bound = -min(max(ratio, 1 - low), 1 + high) * advantage
+    assert loss.item() == pytest.approx(bound if clipped else plain.item(), abs=1e-12)
+    assert loss >= plain - 1e-12
+    assert gradient(loss, given_ratio).item() == (0.0 if clipped else -advantage)
+    capped = clipped_surrogate(given_ratio, advantages, clip_low=low, clip_high=high, dual_clip=dual)
+    assert capped.item() == pytest.approx(min(loss.item(), -dual * advantage) if advantage < 0 else loss.item())
 
 
 def test_dual_clip_bounds_only_the_loss_of_negative_advantages():

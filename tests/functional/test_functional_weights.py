@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flatpeak.functional import completion_weights
+from support.properties import repeatable
 
 LENGTHS_N = torch.tensor([2, 0, 5, 9, 1])
 VALID_N = torch.tensor([True, True, True, False, True])
@@ -27,36 +30,25 @@ def test_weights_are_those_of_the_table(normalization, expected_N):
     torch.testing.assert_close(weights_N, torch.tensor(expected_N))
 
 
-@pytest.mark.parametrize(
-    ("normalization", "expected_N"),
-    [
-        ("sequence_mean", [1 / 10, 0, 1 / 25, 1 / 45, 1 / 5]),
-        ("constant", [1 / 50, 0, 1 / 50, 1 / 50, 1 / 50]),
-        ("token_mean", [1 / 17, 0, 1 / 17, 1 / 17, 1 / 17]),
-        ("longest", [1 / 45, 0, 1 / 45, 1 / 45, 1 / 45]),
-        ("sequence_sum", [1 / 5, 0, 1 / 5, 1 / 5, 1 / 5]),
-    ],
-)
-def test_without_validity_every_completion_counts(normalization, expected_N):
-    weights_N = completion_weights(LENGTHS_N, normalization, max_tokens=10)
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@given(completions=st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=8), known=st.booleans())
+@repeatable
+def test_every_token_of_a_valid_completion_weighs_its_share(completions, known, normalization):
+    if not known:  # every completion counts
+        completions = [(length, True) for length, _ in completions]
+    counted = [length for length, valid in completions if valid]
+    shares = {
+        "sequence_mean": lambda length: 1 / (len(counted) * length),
+        "constant": lambda length: 1 / (len(counted) * 12),
+        "token_mean": lambda length: 1 / sum(counted),
+        "longest": lambda length: 1 / (len(counted) * max(counted)),
+        "sequence_sum": lambda length: 1 / len(counted),
+    }
+    expected_N = [shares[normalization](length) if valid and length else 0.0 for length, valid in completions]
+    lengths_N = torch.tensor([length for length, _ in completions], dtype=torch.int64)
+    valid_N = torch.tensor([valid for _, valid in completions], dtype=torch.bool) if known else None
+    weights_N = completion_weights(lengths_N, normalization, max_tokens=12, valid_N=valid_N)
     torch.testing.assert_close(weights_N, torch.tensor(expected_N))
-
-
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize(
-    ("lengths", "valid"), [([3, 4], [False, False]), ([0, 0], [True, True]), ([0, 5], [True, False])]
-)
-def test_nothing_to_weigh_gives_zeros_and_never_nan(normalization, lengths, valid):
-    weights_N = completion_weights(
-        torch.tensor(lengths), normalization, max_tokens=10, valid_N=torch.tensor(valid, dtype=torch.bool)
-    )
-    assert weights_N.tolist() == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-def test_no_completions_have_no_weights(normalization):
-    lengths_N = torch.zeros(0, dtype=torch.int64)
-    assert completion_weights(lengths_N, normalization, max_tokens=10).tolist() == []
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)

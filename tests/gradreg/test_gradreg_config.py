@@ -1,57 +1,8 @@
 """Settings that cannot work are refused by name, with the way out."""
 
-import math
-
 import pytest
-from pydantic import ValidationError
 
 from flatpeak.gradreg.config import GradientRegularizationConfig
-
-
-@pytest.mark.parametrize(
-    ("given", "field", "fix"),
-    [
-        ({"strength": -1}, "strength", "at least 0"),
-        ({"strength": -1e-9}, "strength", "at least 0"),
-        ({"strength": math.nan}, "strength", "at least 0"),
-        ({"strength": math.inf}, "strength", "at least 0"),
-        ({"strength": "ratio:-1"}, "strength", "calibrated:0.3, with a number above 0"),
-        ({"strength": "ratio:0"}, "strength", "calibrated:0.3, with a number above 0"),
-        ({"strength": "ratio:x"}, "strength", "give a number, ratio:0.3 or calibrated:0.3"),
-        ({"strength": "ratio:"}, "strength", "give a number, ratio:0.3 or calibrated:0.3"),
-        ({"strength": "ratio:nan"}, "strength", "with a number above 0"),
-        ({"strength": "ratio:inf"}, "strength", "with a number above 0"),
-        ({"strength": "calibrated:0"}, "strength", "with a number above 0"),
-        ({"strength": "calibrated:x"}, "strength", "give a number, ratio:0.3 or calibrated:0.3"),
-        ({"strength": "calibrated"}, "strength", "give a number, ratio:0.3 or calibrated:0.3"),
-        ({"strength": "strong"}, "strength", "give a number, ratio:0.3 or calibrated:0.3"),
-        ({"strength": None}, "strength", "valid number"),
-        ({"step": 0}, "step", "greater than 0"),
-        ({"step": -1e-3}, "step", "greater than 0"),
-        ({"step": math.nan}, "step", "Input should be"),
-        ({"step": math.inf}, "step", "finite"),
-        ({"step_scale": "absolute"}, "step_scale=absolute", "set gradient_regularization.step"),
-        ({"step_scale": "radius"}, "step_scale=radius", "set gradient_regularization.step"),
-        ({"perturbed": []}, "perturbed", "name a pattern, or use blocks or all"),
-        ({"perturbed": ()}, "perturbed", "name a pattern, or use blocks or all"),
-        ({"perturbed": "layers"}, "perturbed", "'blocks', 'all', 'adapters', 'last_layer' or 'last_block'"),
-        ({"ratio_mode": "is"}, "ratio_mode", "'importance', 'reuse' or 'importance_clipped'"),
-        ({"every": 0}, "every", "greater than or equal to 1"),
-        ({"group_fraction": 0}, "group_fraction", "greater than 0"),
-        ({"group_fraction": 1.5}, "group_fraction", "less than or equal to 1"),
-        ({"delay_updates": -1}, "delay_updates", "greater than or equal to 0"),
-        ({"min_perturbation_kept": 1.1}, "min_perturbation_kept", "less than or equal to 1"),
-        ({"direction": "radnom"}, "direction", "'gradient' or 'random'"),
-        ({"direction": "random", "every": 2}, "direction=random", "set every=1"),
-        ({"strenght": 1.0}, "strenght", "not permitted"),
-    ],
-    ids=str,
-)
-def test_what_cannot_work_is_refused_by_name_with_the_way_out(given, field, fix):
-    with pytest.raises(ValidationError) as result:
-        GradientRegularizationConfig(**given)
-    assert field in str(result.value)
-    assert fix in str(result.value)
 
 
 @pytest.mark.parametrize("written", ["0.3", "1e-3", " 0.01"])

@@ -212,19 +212,6 @@ def test_a_quantized_model_needs_the_key_that_says_so(tmp_path: Path) -> None:
     assert sum(type(p).__name__ == "Params4bit" for p in again.model.parameters()) == 14
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ({"path": "x", "quantization": "nf4"}, "weights in 4 bits cannot be trained"),
-        ({"new": {}, "lora": {}}, "name its checkpoint as model.path"),
-        ({"path": "x", "lora": {"adapter": "y", "rank": 4}}, "leave out model.lora.rank"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(model: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ModelConfig.model_validate(model)
-
-
 def test_an_adapter_as_the_model_stands_for_its_base_with_the_adapter(tmp_path: Path) -> None:
     settings = {"base_model_name_or_path": "org/base", "revision": "abc", "peft_type": "LORA"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import time
 import warnings
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -11,23 +10,14 @@ from flatpeak.errors import UserError
 from flatpeak.rewards.config import CountdownConfig
 from flatpeak.rewards.countdown import MAX_CHARACTERS, CountdownReward, evaluate
 from flatpeak.rewards.reward_set import build_reward
+from support.tables import exact, read_tables
+
+TABLES = read_tables(__file__)
 
 
-@pytest.mark.parametrize(
-    ("expression", "value", "numbers"),
-    [
-        ("7", 7, [7]),
-        ("1 + 2 * 3", 7, [1, 2, 3]),
-        ("(1 + 2) * 3", 9, [1, 2, 3]),
-        ("1/3 + 1/3 + 1/3", 1, [1, 3, 1, 3, 1, 3]),
-        ("10 - 4 - 3", 3, [10, 4, 3]),
-        ("7 / 2", Fraction(7, 2), [7, 2]),
-        ("-(3 - 5) * +2", 4, [3, 5, 2]),
-        ("\n (1 +\n 2) \t* 3\n", 9, [1, 2, 3]),
-    ],
-)
+@pytest.mark.parametrize(("expression", "value", "numbers"), TABLES["values"])
 def test_plain_arithmetic_has_an_exact_value(expression, value, numbers):
-    assert evaluate(expression) == (value, numbers)
+    assert evaluate(expression) == (exact(value), numbers)
 
 
 @pytest.mark.parametrize(
@@ -68,19 +58,7 @@ def test_nesting_within_the_cap_is_read(expression, value):
     assert evaluate(expression) == (value, [1])
 
 
-@pytest.mark.parametrize(
-    ("answer", "score"),
-    [
-        ("(3 + 3) * 4 - 0", 0.0),
-        ("4 * (3 + 3)", 1.0),
-        ("4 * 3 + 4 * 3", 0.0),
-        ("24", 0.0),
-        ("4 * 3 + 3", 0.0),
-        ("4 * 6", 0.0),
-        ("4 * (3 + 3) = 24", 0.0),
-        ("", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("answer", "score"), TABLES["scores"])
 def test_each_number_is_used_exactly_once_and_the_target_is_met(completion, prompt, answer, score):
     row = prompt(nums=[3, 3, 4], target=24)
     assert CountdownReward()(completion(f"<think>a</think>\n<answer>{answer}</answer>"), row) == score
@@ -124,23 +102,7 @@ def test_the_answer_is_the_expression_without_whitespace(completion, prompt):
     assert CountdownReward().answer(completion("1 + 2"), prompt()) is None
 
 
-@pytest.mark.parametrize(
-    ("text", "score"),
-    [
-        ("<answer>1 + 2</answer>", 1.0),
-        ("<think>1 + 2</think>\n<answer>\n1 +\n2\n</answer>", 1.0),
-        ("<answer>1 * 2</answer>", 0.1),
-        ("<answer>1 + 1 + 1</answer>", 0.1),
-        ("<answer>three</answer>", 0.1),
-        ("<answer></answer>", 0.1),
-        ("<answer>7//2</answer>", 0.1),
-        ("<answer>99**99**99</answer>", 0.1),
-        ("<answer>1 + 2", 0.0),
-        ("1 + 2", 0.0),
-        ("", 0.0),
-        ("<think><answer>1 + 2</answer>", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("text", "score"), TABLES["format_scores"])
 def test_an_answer_block_that_is_wrong_has_the_format_score(completion, prompt, text, score):
     row = prompt(nums=[1, 2], target=3)
     assert CountdownReward(format_score=0.1)(completion(text), row) == score

@@ -1,42 +1,14 @@
 from __future__ import annotations
 
 import pytest
-from pydantic import ValidationError
 
-from flatpeak.rewards.config import LengthConfig
 from flatpeak.rewards.format import FormatReward, LengthReward, format_checks
+from support.tables import read_tables
+
+TABLES = read_tables(__file__)
 
 
-@pytest.mark.parametrize(
-    ("text", "held"),
-    [
-        ("<think>a</think> <answer>5</answer>", "thinking answer nothing_else"),
-        ("\n<think>a</think>\n\n<answer>5</answer>\n", "thinking answer nothing_else"),
-        ("<think></think><answer></answer>", ""),
-        ("<think>a</think> <answer> \n </answer>", "thinking"),
-        ("<think>\n\n</think> <answer>5</answer>", "answer"),
-        ("<think>\u200b</think> <answer>\u200b</answer>", ""),
-        ("<think>\u2060\ufeff \u0301</think> <answer>\u3164\u2800</answer>", ""),
-        ("<think>、</think> <answer>✓</answer>", "thinking answer nothing_else"),
-        ("<think>a</think> so <answer>5</answer>", "thinking answer"),
-        ("<think>a</think> <answer>5</answer> done", "thinking answer"),
-        ("<think>a</think> 5", "thinking"),
-        ("<think>a</think> <answer>5", "thinking"),
-        ("<think>a</think> <answer>4</answer> <answer>5</answer>", "thinking"),
-        ("<think>a</think> <answer>no</answer> 5 </answer>", "thinking"),
-        ("<answer>5</answer>", "answer"),
-        ("Hm. <think>a</think> <answer>5</answer>", "answer"),
-        ("<think>a <answer>5</answer>", "answer"),
-        ("<think>a</think>b</think> <answer>5</answer>", "answer"),
-        ("<think><think>a</think> <answer>5</answer>", "answer"),
-        ("<think>a <answer>5</answer></think>", "answer"),
-        ("<answer>5</answer><think>a</think>", "answer"),
-        ("<think>a</think> </answer>5<answer>", "thinking"),
-        ("<think>a</think>", "thinking"),
-        ("5", ""),
-        ("", ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "held"), TABLES["layout"])
 def test_each_part_of_the_layout_is_judged_on_its_own(text, held):
     assert [name for name, holds in format_checks(text).items() if holds] == held.split()
 
@@ -60,9 +32,3 @@ def test_an_empty_thought_closed_in_the_prompt_is_not_prefilled(completion, prom
 def test_length_is_rewarded_up_to_the_target_and_falls_to_the_limit(completion, prompt, tokens, score):
     reward = LengthReward(target=10, limit=20)
     assert reward(completion(tokens=tokens), prompt()) == pytest.approx(score, abs=1e-12)
-
-
-@pytest.mark.parametrize("limit", [9, 10])
-def test_a_length_limit_must_lie_beyond_the_target(limit):
-    with pytest.raises(ValidationError, match=f"limit={limit} must be greater than target=10"):
-        LengthConfig(target=10, limit=limit)

@@ -15,6 +15,9 @@ from flatpeak.rewards.math_reward import MathReward, question_only_reward, r1_ze
 from flatpeak.rewards.reward_set import build_reward
 from flatpeak.types import Completion, Group, Prompt
 from support import worker_functions
+from support.tables import read_tables
+
+TABLES = read_tables(__file__)
 
 SLOW = r"\sum_{n=1}^{10^9} \frac{1}{n^2}"
 
@@ -123,12 +126,6 @@ def test_an_answer_is_one_spelling_of_what_was_extracted(
     assert reward.answer(completion(r"\boxed{}"), prompt()) is None
 
 
-def test_a_time_limit_has_to_be_one() -> None:
-    for timeout in (float("inf"), float("nan"), 0.0):
-        with pytest.raises(ValueError, match="timeout"):
-            config(type="math", timeout=timeout)
-
-
 def test_closing_ends_the_workers_and_a_later_call_starts_them_again(group: Callable[..., Group]) -> None:
     reward = MathReward("any", timeout=30.0, workers=1)
     for limit in (3, 4):
@@ -139,40 +136,12 @@ def test_closing_ends_the_workers_and_a_later_call_starts_them_again(group: Call
         assert reward._grader._pool is None
 
 
-@pytest.mark.parametrize(
-    ("response", "form", "right"),
-    [
-        ("so it is</think> <answer>18</answer>", 1.0, 1.0),
-        (r"so it is</think> <answer>\boxed{18}</answer>", 1.0, 1.0),
-        ("so it is</think> <answer>19</answer>", 1.0, 0.0),
-        ("so it is</think> <answer>17</answer> <answer>18</answer>", 1.0, 1.0),
-        ("so it is</think>\n<answer>18</answer>", 0.0, 0.0),
-        ("so it is</think> <answer>18", 0.0, 0.0),
-        ("<answer>18</answer>", 0.0, 0.0),
-        ("so it is</think> <answer></answer>", 0.0, 0.0),
-        ("so it is</think> <answer> \n</answer>", 0.0, 0.0),
-        (r"so it is</think> <answer>\boxed{}</answer>", 0.0, 0.0),
-        (r"so it is</think> \boxed{18}", 0.0, 0.0),
-        ("", 0.0, 0.0),
-    ],
-)
+@pytest.mark.parametrize(("response", "form", "right"), TABLES["r1_zero"])
 def test_r1_zero_pays_for_a_right_answer_in_the_form(response: str, form: float, right: float) -> None:
     assert r1_zero_reward(response, "18") == {"format_reward": form, "answer_reward": right, "reward": right}
 
 
-@pytest.mark.parametrize(
-    ("response", "form", "right"),
-    [
-        (r"so it is \boxed{18}", 1.0, 1.0),
-        (r"so it is \boxed{18.0}.", 1.0, 1.0),
-        (r"so it is \boxed{19}", 1.0, 0.0),
-        (r"so it is \boxed{18", 0.0, 0.0),
-        (r"so it is \boxed{ }", 0.0, 0.0),
-        ("so it is 18", 0.0, 0.0),
-        ("<answer>18</answer>", 0.0, 0.0),
-        (r"\boxed{18}" * 100, 0.0, 0.0),
-    ],
-)
+@pytest.mark.parametrize(("response", "form", "right"), [*TABLES["question_only"], (r"\boxed{18}" * 100, 0.0, 0.0)])
 def test_question_only_pays_for_a_right_answer_in_a_box(response: str, form: float, right: float) -> None:
     assert question_only_reward(response, "18") == {"format_reward": form, "answer_reward": right, "reward": right}
 

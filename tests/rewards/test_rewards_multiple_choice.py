@@ -11,6 +11,9 @@ from flatpeak.errors import UserError
 from flatpeak.rewards.config import RewardConfig
 from flatpeak.rewards.multiple_choice import ChoiceReward, answer_letter, first_letter, official_letter
 from flatpeak.rewards.reward_set import as_reward, build_reward
+from support.tables import read_tables
+
+TABLES = read_tables(__file__)
 
 CITIES = ["Paris", "Rome", "Vitamin C", "42"]
 TEN = [f"option {n}" for n in range(10)]
@@ -32,32 +35,7 @@ def published(text):
     return next((match[group] for pattern, group in STAGES if (match := pattern.search(text))), None)
 
 
-@pytest.mark.parametrize(
-    ("text", "letter"),
-    [
-        ("so the answer is (C).", "C"),
-        ("so the answer is C", "C"),
-        ("the answer is (A). Wait, the answer is (B).", "A"),  # the first statement, not the last
-        ("If answer is (A), x. So answer is (C).", "A"),  # a hypothesis is a statement
-        ("answer is Definitely (C)", "D"),  # the first letter of a word
-        ("The answer is (B\nnot closed", "B"),
-        ("Answer: B", "B"),
-        ("answer:\n\nB", "B"),
-        ("Answer: A, then Answer: B", "B"),  # the last of a line
-        ("Answer: A\nAnswer: B", "A"),  # of the first line that has one
-        ("Answer: Answer: B", "B"),
-        ("Answer: (B). I am sure", "I"),  # no parenthesis after the colon, so the pronoun wins
-        ("I think it is so", "I"),
-        ("A cat, B, and last of all Euler", "B"),
-        ("It is E.\nA good one", "A"),  # the article
-        ("the answer is **C**", "C"),  # found only as a lone letter
-        ("the answer is (c)", None),  # small letters fail
-        ("answer: c", None),
-        ("the answer is (K)", None),
-        ("ANSWER IS NOT KNOWN", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "letter"), TABLES["official"])
 def test_the_official_extraction_has_every_quirk_of_the_published_one(text, letter):
     assert official_letter(text) == letter
     assert published(text) == letter
@@ -91,210 +69,27 @@ def test_the_official_extraction_equals_the_published_patterns_on_random_texts()
     assert 5_000 < result < 19_000
 
 
-@pytest.mark.parametrize(
-    ("text", "letter"),
-    [
-        (" B", "B"),
-        ("\n(C) because", "C"),
-        ("D.", "D"),
-        ("B\n\nThe next question", "B"),
-        ("Because", None),
-        ("b", None),
-        ("The answer is B", None),
-        ("B2", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "letter"), TABLES["first_letter"])
 def test_the_first_letter_is_a_capital_that_stands_alone_at_the_start(text, letter):
     assert first_letter(text) == letter
 
 
-@pytest.mark.parametrize(
-    ("text", "letter"),
-    [
-        ("The answer is (B).", "B"),
-        ("the answer is (b)", "B"),
-        ("THE ANSWER IS B", "B"),
-        ("the answer is c.", "C"),
-        ("answer is Definitely (C)", "C"),
-        ("The answer is definitely C.", "C"),
-        ("If answer is (A), so what. The answer is (C).", "C"),
-        ("If the correct answer is A, pigs fly.", None),
-        ("The answer is A. Wait, the answer is (B).", "B"),
-        ("The answer is not (A), the answer is (B) here", "B"),
-        ("The wrong answer is (B). The right answer is (D)", "D"),
-        ("Is the answer A? No. The answer is B", "B"),
-        ("The answer is: **C) Vitamin C**", "C"),
-        ("**Answer:** B", "B"),
-        ("Answer:\n\n(D)", "D"),
-        ("My answer: (b) Rome", "B"),
-        ("The correct choice would be option d.", "D"),
-        ("The answer is A because the rest is wrong", "A"),
-        ("The answer is B, because A is wrong.", "B"),
-        ("The answer is “B”", "B"),
-        ("The answer is Rome (B).", "B"),
-        ("The best answer is therefore (A), not (B).", "A"),
-        ("Therefore option C is correct.", "C"),
-        ("(B) is the correct answer.\nDone.", "B"),
-        ("So we get (D).", "D"),
-        ("The answer to the question is (B) Rome.", "B"),
-        ("The right option here is C.", "C"),
-        ("The answer is (C), (A) is wrong", "C"),
-        ("the answer is (C), since (A) and (B) fail.", "C"),
-        ("The answer is not A but (D).", "D"),
-        ("the answer is, I believe, (D).", "D"),
-        ("Options: A. Paris B. Rome. Answer: B", "B"),
-        ("### Final Answer\n\n**C**", "C"),
-        ("\\boxed{B}", "B"),
-        ("$\\boxed{\\text{(C)}}$", "C"),
-        ("The final answer is $\\boxed{\\mathbf{D}}$.", "D"),
-        ("The value is \\boxed{42}, so the answer is D", "D"),
-        ("the answer is (C), that is \\boxed{42}", "C"),
-        ("<answer>B</answer>", "B"),
-        ("<answer> b. Rome </answer>", "B"),
-        ("<answer>C. Vitamin C</answer>", "C"),
-        ("<answer>\\boxed{C}</answer>", "C"),
-        ("<answer>The answer is (A)</answer>", "A"),
-        ("<answer>A</answer> no: <answer>B</answer>", "B"),
-        ("The answer is (A). <answer>B</answer> Or is the answer C?", "B"),
-        ("C", "C"),
-        ("(c)", "C"),
-        ("**C**", "C"),
-        (" C.\n", "C"),
-        ("B\n\nExplanation: A is wrong", "B"),
-        ("Rome it is.\nB. Rome", "B"),
-        ("B. Rome", "B"),
-        ("（B）", "B"),
-    ],
-)
+@pytest.mark.parametrize(("text", "letter"), TABLES["robust"])
 def test_the_robust_extraction_reads_what_is_stated_last(text, letter):
     assert stated(text) == letter
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "I think A is nice",
-        "A dog barked. I ran.",
-        "The answer is a matter of taste",
-        "The answer is A good thing",
-        "The answer is Berlin",
-        "The answer is f(a)",
-        "The answer is not (A).",
-        "the answer isn't B",
-        "The answer is E",
-        "Is the answer B?",
-        "Both (A) and (B).",
-        "The answer is none of these.",
-        "The answer is vitamin C, or so.",
-        "\\boxed{A \\text{ or } B}",
-        "<answer>E</answer>",
-        "\\boxed{43}",
-        "The answer is A or B.",
-        "The answer is A, B, or C",
-        "The answer is (A) or (B)",
-        "answer is D/ C",
-        "The answer is (B). Rather, the answer is A or B.",
-        "<answer>A or B</answer>",
-        "The answer is 'A or C'.",
-        'The answer is "A and C"',
-        "<answer>(A) or (B)</answer>",
-        "<answer>A. B. C. D.</answer>",
-        "the answer is (A) <answer>unsure</answer>",
-        "A. Paris\nB. Rome\nC. Vitamin C\nD. 42",
-        "<think>the answer is A",
-        "<think>The answer is A.</think> Hm.",
-    ],
-)
+@pytest.mark.parametrize("text", TABLES["nothing_stated"])
 def test_the_robust_extraction_finds_nothing_where_nothing_is_stated(text):
     assert stated(text) is None
 
 
-@pytest.mark.parametrize(
-    ("text", "letter"),
-    [
-        ("The answer is 'C'.", "C"),
-        ("The answer is ‘C’", "C"),
-        ("The answer is I'm sure", None),
-        ("The answer is most likely C.", "C"),
-        ("The answer is actually (C).", "C"),
-        ("The answer is C rather than A.", "C"),
-        ("The answer is A rather odd one.", None),
-        ("Ｃ", "C"),
-        ("答案是（Ｃ）", "C"),
-        ("<answer>Option C</answer>", "C"),
-        ("<answer>option (c)</answer>", "C"),
-        ("\\boxed{\\text{Option C}}", "C"),
-        ("<answer>Option C or D</answer>", None),
-        ("<answer>Option C, Option D</answer>", None),
-        ("<answer>Option B: Vitamin C</answer>", None),
-        ("Option A\nParis is one.\nOption B\nRome is one.", None),
-        ("<answer>B - Rome</answer>", "B"),
-        ("B – Rome", "B"),
-        ("A - Rome", None),
-        ("Therefore, C is correct.", "C"),
-        ("Therefore C is the correct answer.", "C"),
-        ("A is wrong, so B is correct.", "B"),
-        ("Since A is not right, C is correct.", "C"),
-        ("C is correct because the others are not.", "C"),
-        ("I conclude that D is right.\nDone", "D"),
-        ("Vitamin C is correct.", None),
-        ("It is not true that C is correct.", None),
-        ("We ask whether C is correct.", None),
-        ("We ask if option C is correct.", None),
-        ("I do not think (C) is correct.", None),
-        ("A or B is correct.", None),
-        ("#### C", "C"),
-        ("So it is.\n#### (c)\n", "C"),
-        ("#### B. Rome", "B"),
-        ("#### A\nParis is one.\n#### B\nRome is one.", None),
-        ("#### A\nParis is one.\nThe answer is B.", "B"),
-        ("答案：C", "C"),
-        ("答案是C", "C"),
-        ("答案是C。", "C"),
-        ("正确答案为（B），因为", "B"),
-        ("所以答案选 D。", "D"),
-        ("答案是选项C", "C"),
-        ("答案是C选项", "C"),
-        ("故选B", "B"),
-        ("答案不是C", None),
-        ("不应选C", None),
-        ("答案是A类", None),
-        ("答案是A或B", None),
-        ("答案是A、B", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "letter"), TABLES["forms"])
 def test_a_letter_is_read_in_the_forms_that_models_write(text, letter):
     assert stated(text) == letter
 
 
-@pytest.mark.parametrize(
-    ("text", "letter"),
-    [
-        ("It is Rome.", "B"),
-        ("It's Rome", "B"),
-        ("<answer>Rome</answer>", "B"),
-        ("<answer> vitamin  c. </answer>", "C"),
-        ("The answer is Rome", "B"),
-        ("The answer is “Rome”. It is old.", "B"),
-        ("**Answer:** Vitamin C", "C"),
-        ("\\boxed{42}", "D"),
-        ("$\\boxed{\\text{Rome}}$", "B"),
-        ("So I say:\nRome", "B"),
-        ("答案是Rome。", "B"),
-        ("It is Paris. No, it is Rome.", "B"),
-        ("It is Paris. But the answer is (B).", "B"),
-        ("It is not Rome.", None),
-        ("It is Rome or Paris.", None),
-        ("It is Rome that I like", None),
-        ("If it is Rome.", None),
-        ("Rome is old.", None),
-        ("Rome. Then again, no.", None),
-        ("It is 42.5", None),
-        ("Let us see whether it is 42.", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "letter"), TABLES["words_of_options"])
 def test_an_option_in_its_own_words_is_its_letter(text, letter):
     assert stated(text) == letter
 
@@ -322,29 +117,7 @@ def test_the_words_of_another_option_contradict_a_letter_however_long_they_are()
     assert stated(f"The answer is (A) {long[1]}.", long) is None
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "The answer is (C)(D)",
-        "The answer is (C) (D).",
-        "(C)(D)",
-        "<answer>(C)(D)</answer>",
-        "\\boxed{(C)(D)}",
-        "C\nD",
-        "C\n\nD",
-        "A\nB\nB",
-        "<answer>C\nD</answer>",
-        "<answer>A. Rome</answer>",
-        "\\boxed{A. Rome}",
-        "The answer is (A) Rome.",
-        "The answer is A. Rome",
-        "Answer: A) Rome",
-        "The answer is A. Or B.",
-        "<answer>A. Rome or Paris</answer>",
-        "<answer>A: any of Paris, Rome, Vitamin C, 42</answer>",
-        "\\boxed{A. Paris and Rome}",
-    ],
-)
+@pytest.mark.parametrize("text", TABLES["contradictions"])
 def test_a_letter_beside_another_or_beside_the_words_of_another_is_no_answer(text):
     assert stated(text) is None
 
@@ -397,19 +170,7 @@ def judge(extraction, text, *, gold, prompt, completion, options=CITIES, id="row
     return rule(completion(text), asked), rule.answer(completion(text), asked)
 
 
-@pytest.mark.parametrize(
-    ("extraction", "text", "score", "answer"),
-    [
-        ("robust", "The answer is (b)", 1.0, "B"),
-        ("robust", "The answer is (C)", 0.0, "C"),
-        ("robust", "Who knows", 0.0, None),
-        ("letter", " B", 1.0, "B"),
-        ("letter", "The answer is B", 0.0, None),
-        ("letter", " E", 0.0, None),
-        ("official", "the answer is (B)", 1.0, "B"),
-        ("official", "answer is Definitely (B)", 0.0, "D"),
-    ],
-)
+@pytest.mark.parametrize(("extraction", "text", "score", "answer"), TABLES["scores"])
 def test_a_letter_scores_1_if_it_is_the_gold_one(extraction, text, score, answer, prompt, completion):
     assert judge(extraction, text, gold="B", prompt=prompt, completion=completion) == (score, answer)
 

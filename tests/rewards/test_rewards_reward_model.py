@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -433,16 +432,3 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_record(tmp_path) == record
     assert json.loads((tmp_path / RECORD).read_text())["scores"] == {"mean": 0.1, "std": 0.2, "count": 3}
     assert read_record(tmp_path / "nowhere") is None
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"mean": 1.0, "normalization": "standardize"}, "belong together"),
-        ({"mean": 1.0, "std": 2.0}, "do nothing without normalization=standardize"),
-        ({"clip": (1.0, 1.0)}, "the smallest score first"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        SequenceClassifierConfig(path="x", **settings)

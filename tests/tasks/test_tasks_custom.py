@@ -2,7 +2,6 @@ import sys
 
 import pytest
 
-from flatpeak.errors import UserError
 from flatpeak.tasks.config import build_task
 from flatpeak.tasks.custom import CustomTaskConfig
 from flatpeak.utils.user_code import load_object
@@ -22,47 +21,16 @@ class Doubling:
     test: list[Example]
 
 
-def example(n, **changes):
-    return Example(**{"id": str(n), "question": f"twice {n}?", "gold": str(2 * n), **changes})
+def example(n):
+    return Example(id=str(n), question=f"twice {n}?", gold=str(2 * n))
 
 
 def doubling(size: int, name: str = "doubling"):
     return Doubling(name, [example(n) for n in range(size)], [example(size)])
 
 
-def nameless():
-    return object()
-
-
-def numbered():
-    return Doubling(5, [example(0)], [example(1)])
-
-
-def lazy():
-    return Doubling("lazy", (example(n) for n in range(3)), [example(9)])
-
-
-def bare():
-    return Doubling("bare", [{"question": "q"}], [example(9)])
-
-
-def empty():
-    return Doubling("empty", [example(0)], [])
-
-
-def repeated():
-    return Doubling("repeated", [example(0)], [example(0)])
-
-
-def numeric():
-    return Doubling("numeric", [example(0, gold=0)], [example(1)])
-
-
 def failing():
     raise RuntimeError("the user's own")
-
-
-constant = 3
 """
 
 
@@ -95,31 +63,6 @@ def test_two_files_of_one_name_do_not_answer_for_each_other(tmp_path):
         classes.append(load_object(f"{tmp_path / folder / 'task.py'}:Which", where="task"))
     assert [each.folder for each in classes] == ["one", "two"]
     assert [sys.modules[each.__module__].Which for each in classes] == classes
-
-
-@pytest.mark.parametrize(
-    ("factory", "message"),
-    [
-        ("{file}", "write module:name or file.py:name"),
-        ("{file}:", "write module:name or file.py:name"),
-        ("{folder}/absent.py:make", "task.factory=.*absent.py:make: there is no file .*absent.py"),
-        ("{file}:dubling", r"has no 'dubling', did you mean 'doubling'\?"),
-        ("no_such_module_anywhere:make", "No module named 'no_such_module_anywhere'; install it, or write file.py"),
-        ("{file}:constant", "is a int; name a function"),
-        ("{file}:doubling", "missing a required argument: 'size'; change task.arguments"),
-        ("{file}:nameless", "without name; a task has `name`, `train` and `test`"),
-        ("{file}:numbered", "name is a int, not a string"),
-        ("{file}:lazy", "train is a generator, not a sequence"),
-        ("{file}:bare", r"train\[0\] is a dict, not a flatpeak.types.Example"),
-        ("{file}:empty", "test is empty"),
-        ("{file}:repeated", r"test\[0\] has id '0', which is taken"),
-        ("{file}:numeric", r"train\[0\].gold is 0, not a string"),
-    ],
-)
-def test_what_is_wrong_with_a_factory_is_said_in_one_line(file, factory, message):
-    with pytest.raises(UserError, match=message) as caught:
-        build_task(CustomTaskConfig(factory=factory.format(file=file, folder=file.parent)))
-    assert "\n" not in str(caught.value)
 
 
 def test_an_error_inside_the_factory_keeps_its_own_type(file):

@@ -147,11 +147,6 @@ def test_rows_of_any_task_are_checked_against_an_evaluation_set(tmp_path):
     )
 
 
-def test_a_missing_column_of_the_evaluation_set_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"no column 'stem' \(task.overlap.sources.0.question\)"):
-        rows_task(tmp_path, [{"question": f"q {i} {'x' * i}", "answer": "1"} for i in range(9)], [{"other": "a"}])
-
-
 def test_nothing_left_to_train_on_is_an_error(tmp_path):
     rows = [{"question": f"What is {name * 3}?", "answer": "1"} for name in LETTERS]
     with pytest.raises(UserError, match=r"every training row overlaps task\.overlap"):

@@ -4,10 +4,12 @@ from types import ModuleType
 
 import pytest
 
-from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError
 from flatpeak.tasks.config import build_task
 from flatpeak.tasks.math import GSM8KConfig, gsm8k_gold
+from support.tables import read_tables
+
+TABLES = read_tables(__file__)
 
 ROWS = [
     {"question": "Ada has 3 boxes of 4 pens. How many pens? ", "answer": "3 * 4 = <<3*4=12>>12 pens\n#### 12"},
@@ -23,31 +25,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("answer", "gold"),
-    [
-        ("### Step 1\nwork\n#### 18", "18"),
-        ("#### 7\nno, wait\n#### 18", "18"),
-        ("#### $18", "18"),
-        ("#### -$ 18", None),
-        ("#### -$18", "-18"),
-        ("#### 18.", "18"),
-        ("#### 2,125,000", "2125000"),
-        ("####18", "18"),
-        ("####\n18\nmore words 3", "18"),
-        ("#### 18 apples", "18"),
-        ("#### −5", "-5"),
-        ("#### 18.50", "18.5"),
-        ("18", None),
-        ("#### ", None),
-        ("#### eighteen", None),
-        ("#### 1,2", None),
-        ("#### 18 or 19", None),
-        ("#### 18 million", None),
-        ("#### 18 dozens of eggs", None),
-        ("#### 18/2", None),
-    ],
-)
+@pytest.mark.parametrize(("answer", "gold"), TABLES["golds"])
 def test_gold_is_the_number_after_the_last_mark(answer, gold):
     assert gsm8k_gold(answer) == gold
 
@@ -62,13 +40,9 @@ def test_a_directory_in_the_published_layout_is_read(folder):
     assert task.train[0].columns["answer"] == task.train[0].rationale
 
 
-def test_sizes_take_the_first_rows_and_cannot_exceed_the_file(folder):
+def test_sizes_take_the_first_rows(folder):
     task = build_task(GSM8KConfig(path=str(folder), train_size=2, test_size=1))
     assert [e.gold for e in task.train] == ["12", "1200"]
-    with pytest.raises(UserError, match=r"task.train_size=4: the train split has only 3 rows"):
-        build_task(GSM8KConfig(path=str(folder), train_size=4))
-    with pytest.raises(UserError, match=r"task.test_size=0: input should be greater than or equal to 1"):
-        parse_config({"task": {"type": "gsm8k", "path": str(folder), "test_size": 0}})
 
 
 def test_shots_are_the_first_training_rows_which_then_are_not_trained_on(folder):
@@ -82,39 +56,6 @@ def test_shots_are_the_first_training_rows_which_then_are_not_trained_on(folder)
     assert example.question == "Question: Ada has 3 boxes of 4 pens. How many pens?\nAnswer:"
     assert (example.rationale, example.gold) == (" 3 * 4 = <<3*4=12>>12 pens\n#### 12", "12")
     assert [e.id for e in build_task(GSM8KConfig(path=str(folder), shots=1, train_size=1)).train] == ["train/1"]
-    with pytest.raises(UserError, match=r"task\.shots=3: the train split has only 3 rows"):
-        build_task(GSM8KConfig(path=str(folder), shots=3))
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"question": "q", "answer": "no mark 5"}', "train.jsonl line 4: the answer has no number after `####`"),
-        ('{"question": "", "answer": "#### 5"}', "train.jsonl line 4: no text in column 'question'"),
-        ('{"question": "q", "answer": null}', "train.jsonl line 4: no text in column 'answer'"),
-        ('{"query": "q", "answer": "#### 5"}', "train.jsonl line 4: no text in column 'question'"),
-        ('{"question": "q", ', "train.jsonl line 4: not valid JSON"),
-    ],
-)
-def test_a_bad_row_is_an_error_with_file_and_line(folder, line, message):
-    with (folder / "train.jsonl").open("a") as file:
-        file.write(line + "\n")
-    with pytest.raises(UserError, match=message):
-        build_task(GSM8KConfig(path=str(folder)))
-
-
-def test_a_missing_file_is_named(folder):
-    (folder / "test.jsonl").unlink()
-    with pytest.raises(UserError, match=r"no test.jsonl in it"):
-        build_task(GSM8KConfig(path=str(folder)))
-    with pytest.raises(UserError, match=r"^task\.path=.*nowhere: there is no such directory$"):
-        build_task(GSM8KConfig(path=str(folder / "nowhere")))
-    with pytest.raises(UserError) as error:
-        build_task(GSM8KConfig(path=str(folder / "train.jsonl")))
-    assert str(error.value) == f"task.path={folder / 'train.jsonl'}: is a file; name the directory {folder}"
-    (folder / "test.jsonl").touch()
-    with pytest.raises(UserError, match=r"the test split has no rows; fetch the files again$"):
-        build_task(GSM8KConfig(path=str(folder)))
 
 
 def test_without_a_path_the_rows_come_from_the_hub(monkeypatch):

@@ -86,11 +86,9 @@ def test_plain_wording_is_the_question_and_its_lettered_options_alone(tree):
     assert example.rationale == "The answer is (A)."
 
 
-def test_subjects_limit_both_sides_and_an_unknown_one_is_named(tree):
+def test_subjects_limit_both_sides(tree):
     task = build(tree, subjects=("Human Aging",))
     assert {e.subsets["subject"] for e in (*task.train, *task.test)} == {"human_aging"}
-    with pytest.raises(UserError, match=r"task\.subjects: there is no 'astronomie', did you mean 'astronomy'\?"):
-        build(tree, subjects=("astronomie",))
 
 
 def test_the_first_rows_are_of_all_subjects_in_a_seeded_order(tree):
@@ -98,8 +96,6 @@ def test_the_first_rows_are_of_all_subjects_in_a_seeded_order(tree):
     assert whole != sorted(whole)
     assert [example.id for example in build(tree, test_size=4).test] == whole[:4]
     assert len({id.split("/")[1] for id in whole[:4]}) == 2
-    with pytest.raises(UserError, match=r"task\.test_size=7: there are only 6 rows"):
-        build(tree, test_size=7)
 
 
 def test_auxiliary_rows_have_no_subject_and_no_shots(tree):
@@ -112,45 +108,13 @@ def test_auxiliary_rows_have_no_subject_and_no_shots(tree):
     assert task.train[0].preamble == "The following are multiple choice questions (with answers).\n\n"
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("q,a,b,c,d,E\n", r"astronomy_test\.csv line \d+: MMLU rows have four options and one of A to D, not 'E'"),
-        ("q,a,b,c,D\n", r"astronomy_test\.csv line \d+: 5 cells under 6 columns"),
-        (",a,b,c,d,D\n", r"astronomy_test\.csv line \d+: column 'question' .* is empty"),
-    ],
-)
-def test_a_bad_row_is_an_error_with_file_and_line(tree, line, message):
-    with (tree / "test" / "astronomy_test.csv").open("a") as file:
-        file.write(line)
-    with pytest.raises(UserError, match=message):
-        build(tree)
-
-
-def test_missing_folders_and_missing_shots_are_named(tree, tmp_path_factory):
-    (tree / "dev" / "astronomy_dev.csv").write_text("q,a,b,c,d,A\n")
-    with pytest.raises(UserError, match=r"task\.shots=5: the dev split has 1 rows of astronomy; lower task\.shots"):
-        build(tree)
+def test_a_folder_above_or_within_the_tree_is_answered_with_the_tree(tree, tmp_path_factory):
     above = tmp_path_factory.mktemp("above")
     (above / "mmlu").symlink_to(tree)
     for misplaced, meant in ((tree / "test", tree), (above, above / "mmlu")):
         with pytest.raises(UserError) as error:
             build(misplaced)
         assert str(error.value) == f"task.path={misplaced}: no .csv files in dev/; did you mean task.path={meant}?"
-    with pytest.raises(UserError, match=r"no \.csv files in auxiliary_train/; put that folder of the original archive"):
-        build(tree, shots=0, train="auxiliary_train")
-    with pytest.raises(UserError, match=r"there is no such directory$"):
-        build(tree / "absent")
-
-
-def test_an_unknown_subject_is_answered_with_the_nearest_or_with_all_of_them(tree):
-    with pytest.raises(UserError) as error:
-        build(tree, subjects=("astronmy",))
-    assert str(error.value) == "task.subjects: there is no 'astronmy', did you mean 'astronomy'?"
-    with pytest.raises(
-        UserError, match=r"there is no 'zzz'; choose from abstract_algebra, anatomy, .*, world_religions$"
-    ):
-        build(tree, subjects=("zzz",))
 
 
 def test_without_a_path_the_splits_come_from_the_hub(monkeypatch):

@@ -5,7 +5,6 @@ from types import ModuleType
 
 import pytest
 
-from flatpeak.errors import UserError
 from flatpeak.rewards.multiple_choice import official_letter
 from flatpeak.tasks.config import build_task
 from flatpeak.tasks.mmlu import PRO_CATEGORIES as CATEGORIES
@@ -161,24 +160,7 @@ def test_categories_limit_both_sides(folder):
     task = build(folder, categories=("law",))
     assert {e.subsets["category"] for e in (*task.train, *task.test)} == {"law"}
     assert (len(task.train), len(task.test)) == (5, 2)
-    with pytest.raises(UserError, match=r"task\.categories: there is no 'laws', did you mean 'law'\?"):
-        build(folder, categories=("laws",))
     assert len(CATEGORIES) == 14
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"answer": "K"}, r"answer 'K' \(index 9\) of 10 options"),
-        ({"answer_index": 3}, r"answer 'J' \(index 3\) of 10 options"),
-        ({"options": ["N/A"] * 10}, "the right option is N/A"),
-        ({"category": ""}, "column 'category' .* is empty"),
-    ],
-)
-def test_a_row_that_contradicts_itself_is_an_error_with_its_place(folder, change, message):
-    (folder / "test.jsonl").write_text(json.dumps(TEST[0] | change))
-    with pytest.raises(UserError, match=rf"test\.jsonl line 1: {message}"):
-        build(folder)
 
 
 def test_the_hubs_parquet_files_are_read_in_the_order_of_their_shards(folder, tmp_path):
@@ -191,8 +173,6 @@ def test_the_hubs_parquet_files_are_read_in_the_order_of_their_shards(folder, tm
     write_table(Table.from_pylist(TEST[:1]), data / "test-00000-of-00002.parquet")
     write_table(Table.from_pylist(TEST[1:]), data / "test-00001-of-00002.parquet")
     assert build(tmp_path / "snapshot").test == build(folder).test
-    with pytest.raises(UserError, match=r"nowhere: there is no such directory$"):
-        build(data.parent.parent / "snapshot" / "nowhere")
 
 
 def test_without_a_path_the_splits_come_from_the_hub(monkeypatch):
@@ -214,21 +194,6 @@ def test_nothing_of_the_task_depends_on_the_global_generator(folder):
     first = build(folder)
     random.seed(2)
     assert build(folder).test == first.test
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ("['yes', 'no']", "is not a list of options"),
-        (None, "is not a list of options"),
-        (["yes", None], "has an option without"),
-    ],
-)
-def test_options_that_are_no_list_of_texts_are_an_error_with_the_line(folder, options, problem):
-    with (folder / "test.jsonl").open("a") as file:
-        file.write(json.dumps(row(903, "law", options, "A")) + "\n")
-    with pytest.raises(UserError, match=rf"test\.jsonl line 4: column 'options' \(MMLU-Pro\) {problem}"):
-        build(folder)
 
 
 def test_questions_whose_right_option_has_two_letters_are_counted(folder):

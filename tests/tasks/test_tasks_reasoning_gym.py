@@ -102,28 +102,6 @@ def test_what_a_data_set_prints_is_not_shown(capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(
-    ("task", "message"),
-    [
-        ({"dataset": "chain_sums"}, r"has no data set 'chain_sums', did you mean 'chain_sum'\?"),
-        ({"dataset": "composite"}, r"composite is what task.datasets does"),
-        ({"dataset": "gcd", "arguments": {"max_nums": 2}}, r"gcd with \{'max_nums': 2\}: TypeError: .* change its arg"),
-        ({"dataset": "gcd", "arguments": {"min_numbers": -1}}, r"gcd with \{'min_numbers': -1\}: AssertionError"),
-        ({}, r"name one data set as task.dataset, or several"),
-        (
-            {"dataset": "gcd", "datasets": {"lcm": {}}},
-            r"task.dataset and task.datasets are both given: set one of them",
-        ),
-        ({"datasets": {"lcm": {}}, "arguments": {"a": 1}}, r"task.arguments goes with task.dataset"),
-        ({"datasets": {"lcm": {}, "gcd": {}}, "test_size": 1}, r"leave nothing for some of the 2 data sets"),
-        ({"dataset": "coin_flip", "arguments": {"min_trials": 1, "max_trials": 1}, "size": 2}, r"no training row that"),
-    ],
-)
-def test_bad_settings_are_named(task, message):
-    with pytest.raises(UserError, match=message):
-        build(**task)
-
-
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
     with pytest.raises(UserError, match=r'pip install "flatpeak\[tasks\]"'):

@@ -73,10 +73,8 @@ def test_answer_pattern_takes_its_group_or_the_whole_match(write):
     assert [e.gold for e in one_side(write, rows, answer_pattern=r"\d+")] == ["9", "1"]
 
 
-def test_a_pattern_that_finds_nothing_is_an_error_unless_only_integers_are_wanted(write):
+def test_rows_in_which_a_pattern_finds_nothing_are_dropped_where_only_integers_are_wanted(write):
     rows = [{"question": "q1", "answer": "9 (apples)"}, {"question": "q2", "answer": "Monday"}]
-    with pytest.raises(UserError, match=r"rows.jsonl line 2: .*finds nothing in 'Monday'.*task.integers_only=true"):
-        one_side(write, rows, answer_pattern=r"^\d+")
     config = RowsConfig(
         train=(SourceConfig(path=write(rows), answer_pattern=r"^\d+"),),
         test=(SourceConfig(path=write(distinct_rows(1), "t.jsonl")),),
@@ -105,37 +103,9 @@ def test_large_and_small_floats_are_written_out(write):
     assert [e.gold for e in one_side(write, rows)] == ["10000000000000000", "0.0000001"]
 
 
-@pytest.mark.parametrize(
-    ("row", "source", "message"),
-    [
-        ({"QUESTION": "q", "answer": 1}, {}, r"line 2: no column 'question' .*did you mean 'QUESTION'\?"),
-        ({"question": "q", "target": 1}, {}, r"line 2: no column 'answer'.*; it has 'question', 'target'"),
-        ({"question": "q", "answer": 1}, {"rationale": "{work}"}, r"no column 'work' \(task.train.0.rationale\)"),
-        ({"question": " ", "answer": 1}, {}, r"line 2: the question .* is empty"),
-        ({"question": None, "answer": 1}, {}, r"line 2: the question .* is empty"),
-        ({"question": "q", "answer": ""}, {}, r"line 2: the answer .* is empty"),
-        ({"question": "q", "answer": float("nan")}, {}, r"line 2: the answer .* is empty"),
-        ({"question": [{"role": "user"}], "answer": 1}, {}, r"line 2: column 'question' holds a list"),
-        ({"question": "q", "answer": 1}, {"question": "{question"}, "task.train.0.question"),
-        ({"question": "q", "answer": 1}, {"answer_pattern": "("}, "task.train.0.answer_pattern"),
-    ],
-)
-def test_a_bad_row_or_mapping_is_an_error_that_says_where(write, row, source, message):
-    good = {"question": "fine", "answer": 1, **({"work": "w"} if "rationale" in source else {})}
-    with pytest.raises(UserError, match=message) as caught:
-        one_side(write, [good, row], **source)
-    assert "\n" not in str(caught.value)
-
-
-def test_ids_come_from_their_column_and_must_be_unique(write):
+def test_ids_come_from_their_column(write):
     rows = [{"question": "a", "answer": 1, "ID": "x-1"}, {"question": "b", "answer": 2, "ID": "x-2"}]
     assert [e.id for e in one_side(write, rows, id="ID")] == ["train.0/x-1", "train.0/x-2"]
-    rows[1]["ID"] = "x-1"
-    with pytest.raises(UserError, match=r"line 2: id 'x-1' occurs already at .*line 1"):
-        one_side(write, rows, id="ID")
-    rows[1]["ID"] = None
-    with pytest.raises(UserError, match=r"line 2: no id in column 'ID'"):
-        one_side(write, rows, id="ID")
 
 
 def test_sources_are_laid_end_to_end_with_ids_of_their_own(write):
@@ -224,32 +194,6 @@ def test_test_examples_say_whether_training_has_nearly_the_same_question(write):
     assert task.test[0].columns["answer"] == 21
     assert "near_train" not in task.train[0].columns
     assert "near_train" not in build_task(RowsConfig(**files)).test[0].columns
-
-
-def test_a_split_with_an_empty_side_is_an_error_with_a_way_out(write):
-    rows = [{"question": f"{i}+{i + 1}=", "answer": 2 * i + 1} for i in range(30)]
-    # With numbers masked all sums read alike.
-    with pytest.raises(UserError, match=r"30 rows in 1 clusters.*task.near_duplicates, or name test files"):
-        build_task(RowsConfig(train=(SourceConfig(path=write(rows)),), near_duplicates=0.8))
-    only_words = [{"question": "q", "answer": "word"}]
-    empty = write([], "empty.jsonl")
-    with pytest.raises(UserError, match=r"^task\.train: no row is left of \S*empty\.jsonl; it is empty, or"):
-        build_task(RowsConfig(train=(SourceConfig(path=empty),)))
-    with pytest.raises(UserError, match=r"task.train: no row is left"):
-        build_task(
-            RowsConfig(
-                train=(SourceConfig(path=write(only_words)),),
-                test=(SourceConfig(path=write(rows, "t.jsonl")),),
-                integers_only=True,
-            )
-        )
-
-
-def test_a_source_names_exactly_one_place(write):
-    with pytest.raises(UserError, match=r"task.train.0 names no data: give task.train.0.path=FILE"):
-        build_task(RowsConfig(train=(SourceConfig(),)))
-    with pytest.raises(UserError, match=r"task.train.0 has both.*task.train.0.hub=null"):
-        build_task(RowsConfig(train=(SourceConfig(path=write(distinct_rows(1)), hub="some/name"),)))
 
 
 def test_hub_rows_pass_through_the_same_mapping(monkeypatch):

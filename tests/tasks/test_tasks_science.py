@@ -179,18 +179,6 @@ def test_a_row_without_a_column_is_named(tmp_path):
         physics(tmp_path)
 
 
-def test_a_missing_subject_is_named_with_what_would_do(tmp_path):
-    write_jsonl(tmp_path, "physics", camel_rows())
-    with pytest.raises(UserError, match=r"neither biology.zip, nor a folder biology, biology.jsonl or biology.json"):
-        build(type="camel_ai", path=str(tmp_path))
-
-
-def test_a_fraction_that_holds_out_nothing_is_an_error(tmp_path):
-    write_jsonl(tmp_path, "physics", camel_rows()[:2])
-    with pytest.raises(UserError, match=r"test_fraction=0.001 splits 2 rows in 2 cells into 2 train and 0 test"):
-        physics(tmp_path, test_fraction=0.001)
-
-
 @pytest.mark.parametrize(
     ("task", "asked"),
     [
@@ -294,13 +282,3 @@ def test_a_dr_sci_column_that_is_not_there_is_named_with_the_nearest(dr_sci):
         build(type="dr_sci", path=str(dr_sci), question="extra_info.questions")
     with pytest.raises(UserError, match=r"row 1: no 'x' \(task.subject=data_source.x\); there is str"):
         build(type="dr_sci", path=str(dr_sci), subject="data_source.x")
-
-
-def test_a_missing_dr_sci_file_is_named(tmp_path):
-    with pytest.raises(
-        UserError, match=r"task.path=.*: no Dr_SCI_open-ended.parquet in it; put it there, or leave open-end"
-    ):
-        build(type="dr_sci", path=str(tmp_path))
-    (tmp_path / "biology").mkdir()
-    with pytest.raises(UserError, match=r"no rows: the files under task.path are empty"):
-        build(type="camel_ai", path=str(tmp_path), subjects=["biology"])

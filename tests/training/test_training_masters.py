@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -302,12 +301,6 @@ def test_only_trainable_weights_below_float32_have_masters() -> None:
     half = coarse_policy()
     half.model.model.embed_tokens.requires_grad_(False)
     assert len(half.masters()) == len(list(half.model.parameters())) - 1
-
-
-@pytest.mark.parametrize("value", ["float16", "fp16", "half"])
-def test_a_recipe_with_float16_is_told_to_use_bfloat16(value: str) -> None:
-    with pytest.raises(ValidationError, match=rf"model\.dtype={value}: .*underflow.* use bfloat16, or float32"):
-        ModelConfig.model_validate({"path": "x", "dtype": value})
 
 
 def test_a_callers_model_in_float16_is_refused_with_the_fix() -> None:

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flatpeak.config.load import load_recipe, parse_config
-from flatpeak.errors import UserError
 from flatpeak.policy.config import ReferenceConfig
 from flatpeak.policy.model import Policy
 from flatpeak.policy.reference import ReferenceResets, renewed, snapshot
@@ -357,22 +356,6 @@ def test_a_trainer_goes_on_from_its_tensors_bit_for_bit(
     assert [(row[KL], row[RESETS]) for row in rows] == [(row[KL], row[RESETS]) for row in expected[stop:]]
     assert resumed.state() == whole.state()
     assert same(resumed.tensors(), whole.tensors())
-
-
-@pytest.mark.parametrize(
-    ("section", "says"),
-    [
-        ({"reset_optimizer": True}, "set reference.reset_every or reference.reset_at_kl"),
-        ({"reset_every": 0}, r"reference\.reset_every=0.*greater than or equal to 1"),
-        ({"reset_at_kl": 0.0}, r"reference\.reset_at_kl=0\.0.*greater than 0"),
-        ({"reset_at_kl": math.nan}, r"reference\.reset_at_kl=nan.*greater than 0"),
-        ({"reset_evry": 3}, "did you mean reference.reset_every"),
-    ],
-)
-def test_a_rule_that_cannot_act_is_refused_with_the_fix(section: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says) as caught:
-        parse_config({"model": {"path": "x"}, "reference": section})
-    assert "\n" not in str(caught.value)
 
 
 def test_the_presets_say_what_their_papers_say() -> None:

@@ -276,8 +276,15 @@ def test_every_step_writes_its_metrics(learn: Callable[..., Any]) -> None:
     assert rows[0]["reward_model/loss"] == pytest.approx(log(2), abs=0.05)
 
 
-@pytest.mark.parametrize("stop_at", [1, 3])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("stop_at", "dtype"),
+    [
+        (1, "float32"),
+        (3, "bfloat16"),
+        pytest.param(3, "float32", marks=pytest.mark.slow),
+        pytest.param(1, "bfloat16", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_died_goes_on_bit_for_bit(learn: Callable[..., Any], stop_at: int, dtype: str) -> None:
     sections = {"run": {"checkpoint_every": 1}, "model": {"dtype": dtype}, "training": {"micro_batch_tokens": 64}}
     whole = outcome(learn(sections).path)

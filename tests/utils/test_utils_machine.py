@@ -10,6 +10,9 @@ import pytest
 
 from flatpeak.utils import machine
 from flatpeak.utils.machine import Memory, host_memory, resident_memory, usable_cores
+from support.tables import read_tables
+
+TABLES = read_tables(__file__)
 
 GIB = 2**30
 
@@ -21,43 +24,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-@pytest.mark.parametrize(
-    ("files", "cores"),
-    [
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 2),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, 1),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, 8),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "1600000 100000\n"}, 8),
-        # A limit above counts too, and the smallest wins.
-        (
-            {
-                "proc/self/cgroup": "0::/jobs/one\n",
-                "sys/fs/cgroup/jobs/cpu.max": "200000 100000\n",
-                "sys/fs/cgroup/jobs/one/cpu.max": "max 100000\n",
-            },
-            2,
-        ),
-        # Version 1, in a container that is shown the host's path.
-        (
-            {
-                "proc/self/cgroup": "5:memory:/m\n4:cpu,cpuacct:/docker/abc\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "300000\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            3,
-        ),
-        (
-            {
-                "proc/self/cgroup": "4:cpu:/\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            8,
-        ),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "damaged"}, 8),
-        ({}, 8),
-    ],
-)
+@pytest.mark.parametrize(("files", "cores"), TABLES["cores"])
 def test_the_cores_are_the_quota_of_a_control_group_where_that_is_less(
     files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,74 +13,12 @@ from flatpeak.utils.redaction import (
     redact_command,
     without_local_paths,
 )
+from support.tables import read_tables
+
+TABLES = read_tables(__file__)
 
 
-@pytest.mark.parametrize(
-    ("text", "clean"),
-    [
-        ("token hf_abcdefghijKLMNOP1234 end", "token [redacted] end"),
-        ("OPENAI=sk-proj-abcdefghijklmnop_1234", "OPENAI=[redacted]"),
-        ("https://me:hunter2@example.org/x", "https://[redacted]@example.org/x"),
-        ("https://sk-abcdefghijklm:hunter2@example.org", "https://[redacted]@example.org"),
-        ("ghp_abcdefghijklmnopqrstuvwx", "[redacted]"),
-        ("github_pat_11ABCDEFG0abcdefghij_KLMNOP", "[redacted]"),
-        ("post to https://hooks.slack.com/services/T01/B02/xyz", "post to https://hooks.slack.com/services/[redacted]"),
-        ("https://discord.com/api/webhooks/123/ab-c_d", "https://discord.com/api/webhooks/[redacted]"),
-        ("gsk_abcdefghijkl", "[redacted]"),
-        ("key=AIzaabcdefghijkl", "key=[redacted]"),
-        ("xai-abcdefghijkl", "[redacted]"),
-        ("provided: sk-ab*********yz", "provided: [redacted]"),
-        ("Authorization: bearer abcd.efg=", "Authorization: [redacted]"),
-        ("ask-me-anything", "ask-me-anything"),
-        ("https://example.org:80/a@b", "https://example.org:80/a@b"),
-        ("hf_small", "hf_small"),
-        ("url?key%3dsk-abcdefghijkl", "url?key%3d[redacted]"),
-        ("a task-oriented-dialog, risk-adjusted-returns-2024", "a task-oriented-dialog, risk-adjusted-returns-2024"),
-        ("the bearer instruments", "the bearer instruments"),
-        ("from huggingface_hub import hf_hub_download", "from huggingface_hub import hf_hub_download"),
-        ("hf_model_name_or_path, hf_transformers", "hf_model_name_or_path, hf_transformers"),
-        ("(AKIAABCDEFGHIJKLMNOP)", "([redacted])"),
-        ("xoxb-1234567890-abc", "[redacted]"),
-        ("glpat-abcdefghijkl", "[redacted]"),
-        ("rk_live_abcdefghijkl", "[redacted]"),
-        ("got eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.ab-_c.", "got [redacted]."),
-        ("a\n-----BEGIN RSA PRIVATE KEY-----\nMII+/=\n-----END RSA PRIVATE KEY-----\nb", "a\n[redacted]\nb"),
-        ("redis://:hunter2@host", "redis://[redacted]@host"),
-        ("see https://h/x?access_token=abc&n=1", "see https://h/x?access_token=[redacted]&n=1"),
-        ("url=https://h/x?n=1&key=abc", "url=https://h/x?n=1&key=[redacted]"),
-        ("f(**{'token': 'tok-987-abc', 'n': 1})", "f(**{'token': '[redacted]', 'n': 1})"),
-        ('{"body": "{\\"accessKey\\": \\"tok-987-abc\\"}"}', '{"body": "{\\"accessKey\\": \\"[redacted]\\"}"}'),
-        ("sent X-Api-Key: tok-987-abc to it", "sent X-Api-Key: [redacted] to it"),
-        ("Authorization: Basic abc", "Authorization: [redacted]"),
-        ("MY_TOKEN=abc", "MY_TOKEN=[redacted]"),
-        ("token = tokens[0]; password = input()", "token = tokens[0]; password = input()"),
-        ("The secret: 24 is even. Token: 2", "The secret: 24 is even. Token: 2"),
-        ("max_tokens=123456789, key_path=/x/1234567", "max_tokens=123456789, key_path=/x/1234567"),
-        (
-            "headers=[(b'X-Api-Key', b'tok-987-abc'), ('host', 'h')]",
-            "headers=[(b'X-Api-Key', b'[redacted]'), ('host', 'h')]",
-        ),
-        ("{'api_key': b'tok-987-abc'}", "{'api_key': b'[redacted]'}"),
-        ('API_KEY: str = """tok-987-abc"""', 'API_KEY: str = """[redacted]"""'),
-        ("run x --api-key tok-987-abc -v", "run x --api-key [redacted] -v"),
-        ("api_key: |\n  tok-987-abc\nn: 1", "api_key: |\n  [redacted]\nn: 1"),
-        ("{:api_key => 'tok-987-abc'}", "{:api_key => '[redacted]'}"),
-        ("Incorrect API key provided: tok-987-abc.", "Incorrect API key provided: [redacted]"),
-        ("sent Authorization: ApiKey tok-987-abc", "sent Authorization: [redacted]"),
-        ("https://9f86d081884c7d659a2f@github.com/x", "https://[redacted]@github.com/x"),
-        ("r8_9f86d081884c7d659a2feaa0c55ad015", "[redacted]"),
-        (
-            "client_secret_value=tok-987-abc, privateKeyPem=tok-987-abc",
-            "client_secret_value=[redacted], privateKeyPem=[redacted]",
-        ),
-        ("{'api_key_env': 'MY_API_KEY_2', 'k': 123456789}", "{'api_key_env': 'MY_API_KEY_2', 'k': 123456789}"),
-        (
-            "run x --max-tokens 123456789 --stop-token <|im_end|>",
-            "run x --max-tokens 123456789 --stop-token <|im_end|>",
-        ),
-        ("Bearer 2024-2025 bonds", "Bearer 2024-2025 bonds"),
-    ],
-)
+@pytest.mark.parametrize(("text", "clean"), TABLES["secrets"])
 def test_text_shaped_like_a_secret_is_hidden_in_runs_and_in_judges_replies(text, clean):
     assert redact(text) == clean
     assert Secret("none").scrub(text) == clean
@@ -147,45 +85,7 @@ def test_fields_named_like_secrets_are_hidden_and_others_are_not():
     }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "token",
-        "api_token",
-        "access_key",
-        "private_key",
-        "credential",
-        "credentials",
-        "passphrase",
-        "pat",
-        "webhook",
-        "webhook_url",
-        "cookie",
-        "authorization",
-        "bearer",
-        "session_key",
-        "client_secret",
-        "connection_string",
-        "dsn",
-        "aws_secret_access_key",
-        "github_token",
-        "pwd",
-        "accessToken",
-        "privateKey",
-        "APIKey",
-        "clientSecret",
-        "connectionString",
-        "X-Api-Key",
-        "Set-Cookie",
-        "api-token",
-        "judge.api.key",
-        "db.password",
-        "api_key_2",
-        "token1",
-        "PGPASSWORD",
-        "smtpPass",
-    ],
-)
+@pytest.mark.parametrize("name", TABLES["names"])
 def test_the_usual_names_of_secrets_are_known_in_every_spelling(name: str) -> None:
     nested = {"arguments": [{"headers": {name: "plain"}}], name: ["one", {"two": "three"}]}
     assert redact(nested) == {
@@ -281,50 +181,12 @@ def test_a_word_that_serves_as_a_key_stays_in_texts(key: str) -> None:
     assert Secret(key).scrub(f"an {key} role") == f"an {key} role"
 
 
-@pytest.mark.parametrize(
-    ("argument", "clean"),
-    [
-        ("rewards.f.arguments.api_key=plain, value}", "rewards.f.arguments.api_key=[redacted]"),
-        (
-            "rewards.f={type: function, arguments: {api_key: plain-value, k: 2}}",
-            "rewards.f={type: function, arguments: {api_key: [redacted], k: 2}}",
-        ),
-        ('rewards.f={"my_password": "pl,ain", "k": 2}', 'rewards.f={"my_password": [redacted], "k": 2}'),
-        ("judge.backend.api_key_env=MY_KEY", "judge.backend.api_key_env=MY_KEY"),
-        ("model.new={tokenizer: {eos_token: </s>}}", "model.new={tokenizer: {eos_token: </s>}}"),
-        ("f={arguments: {credentials: {user: a, id: b}, k: 2}}", "f={arguments: {credentials: [redacted], k: 2}}"),
-        ("f.headers={Authorization: Bearer abc, k: 2}", "f.headers={Authorization: [redacted], k: 2}"),
-        ("objective={ratio: token, normalization: token_mean}", "objective={ratio: token, normalization: token_mean}"),
-        ("--json", "--json"),
-    ],
-)
+@pytest.mark.parametrize(("argument", "clean"), TABLES["commands"])
 def test_a_command_keeps_its_settings_without_secret_values(argument, clean):
     assert redact_command(["flatpeak", argument]) == ["flatpeak", clean]
 
 
-@pytest.mark.parametrize(
-    ("text", "clean"),
-    [
-        ("/home/me/data/gsm8k", "path/to/gsm8k"),
-        ("/home/me/rewards.py:score", "path/to/rewards.py:score"),
-        ("/mnt/My Drive/x y.jsonl", "path/to/x y.jsonl"),
-        ("~/My Drive/x", "path/to/x"),
-        ("/no_think and/or not", "/no_think and/or not"),
-        ("//", "//"),
-        ("~/data/", "path/to/data"),
-        ("python /srv/me/x.py --at=/srv/me", "python path/to/x.py --at=path/to"),
-        ("see /srv/me/deeper/x and /srv/meadow", "see path/to/deeper/x and /srv/meadow"),
-        ("rewards.py:score", "rewards.py:score"),
-        ("../data", "../data"),
-        ("/think/{question}/answer", "/think/{question}/answer"),
-        ("/", "/"),
-        ("</answer>", "</answer>"),
-        ("/3 of a/b is 1/2", "/3 of a/b is 1/2"),
-        ("https://example.org/a/b", "https://example.org/a/b"),
-        ("/no_such_thing", "/no_such_thing"),
-        ("/\0/x", "/\0/x"),
-    ],
-)
+@pytest.mark.parametrize(("text", "clean"), TABLES["paths"])
 def test_absolute_paths_lose_their_directories_and_other_slashes_stay(text: str, clean: str) -> None:
     assert without_local_paths({"a": [text, 1, None]}, ["/srv/me"]) == {"a": [clean, 1, None]}
 

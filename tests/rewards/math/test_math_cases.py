@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from support.math_cases import BARE, CASES, RULES, Case, grade
+from support.graded_cases import BARE, CASES, RULES, Case, grade
 
 KINDS = sorted({case.kind for case in (*CASES, *RULES)})
 
@@ -43,6 +43,10 @@ def test_a_bare_answer_is_graded_like_a_boxed_one() -> None:
     verdicts = grade(((case.answer, case.gold) for case in BARE), extraction="any")
     pairs = zip(BARE, verdicts, strict=True)
     assert [(case, verdict) for case, verdict in pairs if verdict is not case.correct] == []
+
+
+def test_a_transcript_has_64_boxes_at_most() -> None:
+    assert grade([(r"\boxed{4}" * number, "4") for number in (64, 65)]) == [True, False]
 
 
 def test_a_bold_announcement_is_one() -> None:

@@ -21,7 +21,7 @@ from typing import Any, Final
 import pytest
 
 from flatpeak.rewards.math.unevaluated import is_evaluated, only_evaluated
-from support.math_cases import grade
+from support.graded_cases import grade
 
 pytestmark = pytest.mark.skipif("FLATPEAK_DATA" not in os.environ, reason="FLATPEAK_DATA names no folder of data sets")
 

@@ -16,7 +16,7 @@ from typing import Final
 import pytest
 from test_math_data import golds
 
-from support.math_cases import grade
+from support.graded_cases import grade
 
 pytestmark = pytest.mark.skipif("FLATPEAK_DATA" not in os.environ, reason="FLATPEAK_DATA names no folder of data sets")
 

@@ -8,81 +8,25 @@ import pytest
 
 from flatpeak.rewards.math import read_number
 from flatpeak.rewards.math.units import read_unit
-from support.math_cases import grade
+from support.graded_cases import grade
+from support.tables import read_tables
 
-NO_UNITS = (
-    "per mille",
-    "per thousand",
-    "basis points",
-    "tenfold",
-    "below zero",
-    "degrees below zero",
-    "dollars in debt",
-    "games lost",
-    "dollars deficit",
-    "fewer",
-    "too many",
-    "apples too few",
-    "root",
-    "th root",
-    "square root",
-    "sqrt",
-    "conjugate",
-    "opposite",
-    "complement",
-    "point five",
-    "at least",
-    "at most",
-    "(rejected)",
-    "extraneous",
-    "is invalid",
-    "excluded",
-    "impossible",
-    "fails",
-    "reversed",
-    "myriad",
-    "googol",
-    "thou",
-    "grand",
-    "M",
-    "B",
-    "mn",
-    "tn",
-)
+TABLES = read_tables(__file__)
 
 
-@pytest.mark.parametrize("words", NO_UNITS)
+@pytest.mark.parametrize("words", TABLES["no_units"])
 def test_words_that_change_or_deny_a_number_are_no_unit_of_it(words: str) -> None:
     assert grade([(rf"\boxed{{5 {words}}}", "5"), (rf"\boxed{{5\text{{ {words}}}}}", "5")]) == [False, False]
     assert read_number(f"5 {words}") is None
 
 
-@pytest.mark.parametrize(
-    ("words", "factor"), [("mln", 10**6), ("mio", 10**6), ("bn", 10**9), ("mrd", 10**9), ("trn", 10**12)]
-)
+@pytest.mark.parametrize(("words", "factor"), TABLES["magnitudes"])
 def test_short_magnitudes_count(words: str, factor: int) -> None:
     assert read_number(rf"5\text{{ {words}}}") == Fraction(5 * factor)
     assert grade([(rf"\boxed{{5\text{{ {words} dollars}}}}", gold) for gold in ("5", str(5 * factor))]) == [False, True]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "apples",
-        "lost games",
-        "invalid votes",
-        "extraneous solutions",
-        "opposite corners",
-        "conjugate pairs",
-        "grand prizes",
-        "fewer apples",
-        "basis vectors",
-        "points",
-        "real roots",
-        "births per thousand",
-        "boxes",
-    ],
-)
+@pytest.mark.parametrize("words", TABLES["units"])
 def test_the_same_words_before_a_noun_are_a_unit(words: str) -> None:
     assert read_unit(words) is not None
     assert grade([(rf"\boxed{{5 {words}}}", "5"), (rf"\boxed{{5\text{{ {words}}}}}", "5")]) == [True, True]
