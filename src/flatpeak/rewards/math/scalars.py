@@ -7,8 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Final
 
-from flatpeak.rewards.math.expression_values import Expression
-from flatpeak.rewards.math.intervals import TEXT_GROUP, Reading, has_functions, has_words, split
+from flatpeak.rewards.math.intervals import TEXT, TEXT_GROUP, Reading, has_functions, has_words, scalar, split
 from flatpeak.rewards.math.parser import parse_expression
 from flatpeak.rewards.math.syntax_tree import Node, UnreadableError, operation
 from flatpeak.rewards.math.units import (
@@ -87,7 +86,6 @@ _DESCENDING: Final = tuple(
     )
 )
 """Units in which several numbers give one quantity, the largest first."""
-_TEXT: Final = re.compile(TEXT_GROUP)
 _CHINESE: Final = re.compile(r"[\u4e00-\u9fff]")
 _VOWELS: Final = frozenset("aeiouy")
 _COUNTING_LETTERS: Final = frozenset("abcdxyz")
@@ -100,11 +98,6 @@ def read_scalar(text: str) -> Reading | None:
         if reading is not None:
             return reading
     return None
-
-
-def scalar(text: str, node: Node) -> Reading:
-    """A bare expression as a reading."""
-    return Reading(kind="scalar", text=text, expression=Expression(node=node))
 
 
 def _based(text: str) -> Reading | None:
@@ -149,7 +142,7 @@ def read_number_words(text: str) -> Reading | None:
 
 def read_parts(text: str) -> Reading | None:
     """A quantity in several units, in one spelling, `2 hrs and 30 mins` as `2h30min`; `7 out of 10` as 7/10."""
-    words = _TEXT.sub(r" \1 ", text).strip()
+    words = TEXT.sub(r" \1 ", text).strip()
     if match := _OUT_OF.fullmatch(words):
         return scalar(text, parse_expression(rf"\frac{{{match[1]}}}{{{match[2]}}}"))
     if _PARTS.fullmatch(words) is None:
