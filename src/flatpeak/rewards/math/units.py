@@ -45,6 +45,15 @@ _FACTORS: Final = {
 }
 _POWERS_BEFORE: Final = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _POWERS_AFTER: Final = {"squared": 2, "cubed": 3}
+DESCENDING: Final[list[list[str]]] = [units.split() for units in _TABLES["parts"].values()]
+"""Units in which several numbers give one quantity, the largest first."""
+_CHINESE_UNIT: Final = re.compile(
+    r"^(?P<body>.*[\d)}])\s*(?P<words>[\u4e00-\u9fff]+(?:/[\u4e00-\u9fff]+)?)\s*(?P<power>\^(?:\{\d\}|\d))?$"
+)
+_CHINESE_MAGNITUDES: Final[dict[str, int]] = _TABLES["chinese_magnitudes"]
+_AREAS: Final = {"平方": 2, "立方": 3}
+_COUNTERS: Final = frozenset(_TABLES["chinese"]["counters"])
+_NO_COUNTER: Final = frozenset(_TABLES["chinese"]["no_counter"])
 _NO_UNIT_WORDS: Final = frozenset(_WORDS["no_unit"])
 _ANOTHER_NUMBER: Final = re.compile(
     r"\b(?:below|googol|least|mille|most|myriad|sqrt|th|thou|too|basis points?)\b"
@@ -107,6 +116,29 @@ def unit_name(factors: Iterable[tuple[str, int]]) -> str:
         powers[name] = powers.get(name, 0) + power
     ordered = sorted((name, power) for name, power in powers.items() if power)
     return "·".join(name if power == 1 else f"{name}^{power}" for name, power in ordered)
+
+
+def chinese_unit(text: str) -> tuple[str, Unit] | None:
+    """(number, unit) of `5厘米`, `5 元/千克`, `5万`, `5个`."""
+    match = _CHINESE_UNIT.match(text)
+    if match is None:
+        return None
+    words, factor = match["words"], Fraction(1)
+    while words and words[0] in _CHINESE_MAGNITUDES and words not in CANONICAL and words[:2] not in ("千米", "千克"):
+        factor *= _CHINESE_MAGNITUDES[words[0]]
+        words = words[1:]
+    names = []
+    for index, word in enumerate(re.split(r"/|每", words) if words else []):
+        name, power = word, 1
+        for area, exponent in _AREAS.items():
+            if word.startswith(area):
+                name, power = word.removeprefix(area), exponent
+        if name not in CANONICAL and not (name[:1] in _COUNTERS and len(name) < 6 and _NO_COUNTER.isdisjoint(name)):
+            return None
+        names.append((CANONICAL.get(name, name), -power if index else power))
+    if match["power"] and names:
+        names[-1] = (names[-1][0], names[-1][1] * int(match["power"].strip("^{}")))
+    return match["body"], Unit(name=unit_name(names), factor=factor)
 
 
 def _factors(tokens: list[str]) -> list[tuple[str, int]] | None:
