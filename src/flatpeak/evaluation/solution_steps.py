@@ -9,9 +9,10 @@ in a line that names it; every other number of the solution, in digits or words,
 from __future__ import annotations
 
 import ast
+import operator
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -25,6 +26,13 @@ Origin = tuple[Literal["question", "percent", "step", "constant"], int]
 """The source of an operand: the question's number with that index, the same as a percentage, the step with that index,
 or a constant that a word of the question implies."""
 
+_OPERATIONS: Final[dict[type[ast.operator], tuple[Callable[[Fraction, Fraction], Fraction], Role, Role]]] = {
+    ast.Add: (operator.add, "term", "term"),
+    ast.Sub: (operator.sub, "term", "term"),
+    ast.Mult: (operator.mul, "factor", "factor"),
+    ast.Div: (operator.truediv, "dividend", "divisor"),
+}
+"""What each sign computes, and the roles of its two sides."""
 _MARK: Final = re.compile(r"<<([^<>=]{1,200})=([^<>=]{1,60})>>")
 _NUMBER_WORD: Final = re.compile(
     r"\b(?:zero|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen"
@@ -221,11 +229,7 @@ def constants(steps: Sequence[Step], origins: Sequence[Sequence[Origin]]) -> lis
 def bounds(question: str) -> list[Fraction]:
     """Upper bounds from the units of a question: 7 days a week, 24 hours a day, 100 percent."""
     text = question.lower()
-    ratios = [
-        Fraction(value)
-        for value, *units in _UNIT_RATIOS
-        if all(re.search(rf"\b(?:{unit})s?\b", text) for unit in units)
-    ]
+    ratios = _unit_ratios(text)
     if "%" in text or "percent" in text:
         ratios.append(Fraction(100))
     return ratios
@@ -271,31 +275,21 @@ def without_marks(rationale: str) -> str:
 
 def _literals(tree: ast.expr, role: Role) -> Iterator[tuple[Fraction, Role]]:
     """The numbers of an expression from left to right, with their roles. ValueError for anything but +, -, *, /."""
-    match tree:
-        case ast.BinOp(left=left, op=ast.Add() | ast.Sub(), right=right):
-            yield from _literals(left, "term")
-            yield from _literals(right, "term")
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            yield from _literals(left, "factor")
-            yield from _literals(right, "factor")
-        case ast.BinOp(left=left, op=ast.Div(), right=right):
-            yield from _literals(left, "dividend")
-            yield from _literals(right, "divisor")
-        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-            yield (Fraction(ast.unparse(tree)) if isinstance(value, float) else Fraction(value)), role
-        case _:
-            raise ValueError("not an expression of numbers")
+    if isinstance(tree, ast.BinOp) and type(tree.op) in _OPERATIONS:
+        _, left, right = _OPERATIONS[type(tree.op)]
+        yield from _literals(tree.left, left)
+        yield from _literals(tree.right, right)
+    elif isinstance(tree, ast.Constant) and type(tree.value) in (int, float):
+        yield Fraction(ast.unparse(tree)), role
+    else:
+        raise ValueError("not an expression of numbers")
 
 
 def _evaluated(tree: ast.expr, operands: Iterator[Fraction]) -> Fraction:
     if not isinstance(tree, ast.BinOp):
         return next(operands)
     left, right = _evaluated(tree.left, operands), _evaluated(tree.right, operands)
-    if isinstance(tree.op, ast.Add):
-        return left + right
-    if isinstance(tree.op, ast.Sub):
-        return left - right
-    return left * right if isinstance(tree.op, ast.Mult) else left / right
+    return _OPERATIONS[type(tree.op)][0](left, right)
 
 
 def _origins(steps: Sequence[Step], numbers: Sequence[Number], question: str) -> list[list[Origin]] | None:
@@ -330,12 +324,17 @@ def _constant_uses(operand: Fraction, role: Role, question: str) -> int:
         for word, value, roles in _MULTIPLIERS
         if value == operand and role in roles
     ]
-    counts += [
-        2
-        for value, *units in _UNIT_RATIOS
-        if value == operand and all(re.search(rf"\b(?:{unit})s?\b", text) for unit in units)
-    ]
+    counts += [2 for ratio in _unit_ratios(text) if ratio == operand]
     return max(counts, default=0)
+
+
+def _unit_ratios(text: str) -> list[Fraction]:
+    """The ratios of the units that a text in lower case names."""
+    return [
+        Fraction(value)
+        for value, *units in _UNIT_RATIOS
+        if all(re.search(rf"\b(?:{unit})s?\b", text) for unit in units)
+    ]
 
 
 def _named_where_used(

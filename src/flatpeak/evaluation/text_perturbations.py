@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 from flatpeak.types import Example
@@ -50,35 +52,8 @@ _NUMBER_WORDS: Final = re.compile(
 """Numbers in words."""
 _WORDS_PER_TYPO: Final = 12
 """Words per misspelled word; each question has at least one typo."""
-_WOMEN: Final = (
-    "Abigail Ada Agnes Aisha Alice Alicia Amanda Amelia Amina Amy Ana Andrea Angela Anita Anna Anne Annie Barbara "
-    "Beatrice Becky Bella Beth Betty Brenda Bridget Camila Carla Carmen Caroline Carrie Catherine Cecilia Chloe "
-    "Christina Cindy Clara Claudia Cynthia Daniela Danielle Deborah Diana Diane Donna Dorothy Edith Elaine Elena "
-    "Elisa Eliza Ella Ellen Elsa Emily Emma Erika Esther Eva Fatima Fiona Gabriela Gina Gloria Hannah Heather "
-    "Helen Ingrid Irene Isabel Isabella Jane Janet Janice Jasmine Jenna Jenny Jessica Jill Joan Joanna Josephine "
-    "Judy Julia Juliana Julie Karen Kate Katie Kayla Kelly Laura Leah Leila Lena Linda Lisa Lola Louise Lucia "
-    "Lucy Lydia Madeline Mandy Margaret Maria Mariana Martha Mary Matilda Megan Melissa Mia Michelle Mina Miriam "
-    "Molly Monica Nadia Nancy Naomi Natalia Natalie Nicole Nina Nora Olga Olivia Pamela Patricia Paula Peggy "
-    "Penelope Priya Rachel Rebecca Rita Rosa Ruth Sally Samantha Sandra Sara Sarah Sofia Sonia Sophia Sophie "
-    "Stacy Stella Stephanie Sue Susan Susana Talia Tamara Tanya Tara Tatiana Teresa Tiffany Tina Ursula Valerie "
-    "Vanessa Vera Veronica Vivian Wanda Wendy Yasmin Yolanda Zara Zoe"
-)
-_MEN: Final = (
-    "Aaron Adam Adrian Ahmed Alan Albert Alejandro Alex Alfred Anders Andrew Andy Anthony Antonio Arjun "
-    "Arthur Barry Ben Benjamin Bernard Bill Billy Bob Bobby Brad Brandon Brian Bruce Bruno Caleb Carl Carlos "
-    "Charlie Chris Colin Connor Craig Daniel Danny Dave David Dennis Derek Diego Dominic Donald Douglas Eddie "
-    "Edgar Eduardo Edward Elias Eric Ernesto Ethan Eugene Felix Fernando Francis Fred Gabriel Gary George Gerald "
-    "Greg Gregory Gustavo Hank Harold Harry Hassan Hector Henry Howard Hugo Ian Ibrahim Isaac Ivan Jack Jacob "
-    "Jake James Jason Jayden Jeff Jeremy Jerome Jerry Jesse Jim Jimmy Joe Joel Joey John Johnny Jonas Jonathan "
-    "Jorge Jose Joseph Josh Joshua Juan Julian Justin Karl Keith Ken Kenneth Kenny Kevin Kyle Larry Leo Leon "
-    "Leonardo Liam Logan Lorenzo Louis Lucas Luis Luke Marco Marcus Mario Martin Marvin Matt Matthew Max Michael "
-    "Miguel Mike Mohamed Nathan Neil Nicolas Noah Oliver Omar Oscar Pablo Patrick Paul Pedro Pete Peter Phil "
-    "Philip Rafael Ralph Ramon Randy Raul Ray Richard Rick Robert Roberto Roger Ron Ronald Roy Ryan Sam Samuel "
-    "Scott Sean Sebastian Simon Stan Stephen Steve Steven Stuart Ted Terry Theodore Thomas Tim Timothy Toby Tom "
-    "Tommy Tony Trevor Tyler Victor Vincent Walter William Xavier Zachary"
-)
-# The names in each list have the same gender, so that the pronouns of a question still fit.
-FIRST_NAMES: Final = (tuple(_WOMEN.split()), tuple(_MEN.split()))
+_NAMES: Final[dict[str, str]] = tomllib.loads(Path(__file__).with_name("first_names.toml").read_text("utf-8"))
+FIRST_NAMES: Final = tuple(tuple(names.split()) for names in _NAMES.values())
 INTERCHANGEABLE: Final = {name: names for names in FIRST_NAMES for name in names}
 """The list of names that can replace each name."""
 # The line of the first option, if a line of the second option follows; options may have several lines.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Final
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
 
 MAX_CHARACTERS: Final = 256
 TOLERANCE: Final = Fraction(1, 100_000)
+_SIGNS: Final[dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 _ALLOWED: Final = re.compile(r"[0-9+\-*/() ]+")
 
 
@@ -47,21 +54,9 @@ def _value(node: ast.expr, numbers: list[int]) -> Fraction:
             return -_value(operand, numbers)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
             return _value(operand, numbers)
-        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div() as sign, right=right):
-            return _combine(sign, _value(left, numbers), _value(right, numbers))
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _SIGNS:
+            return _SIGNS[type(sign)](_value(left, numbers), _value(right, numbers))
     raise ValueError(f"not arithmetic: {type(node).__name__}")
-
-
-def _combine(sign: ast.operator, left: Fraction, right: Fraction) -> Fraction:
-    match sign:
-        case ast.Add():
-            return left + right
-        case ast.Sub():
-            return left - right
-        case ast.Mult():
-            return left * right
-        case _:
-            return left / right
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

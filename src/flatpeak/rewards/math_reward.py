@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from flatpeak.rewards.base import ComponentScores, MathExtraction, Scorer
 from flatpeak.rewards.math.extract import extract_answer, gold_answer
-from flatpeak.rewards.math.grader import MathGrader, UnscorableError, extract_or_none, score_of
+from flatpeak.rewards.math.grader import MathGrader, UnscorableError, score_of
 from flatpeak.rewards.math.rule_grader import normalized
-from flatpeak.rewards.math.syntax_tree import OverLimitError
 from flatpeak.rewards.math.unevaluated import is_evaluated, only_evaluated
 from flatpeak.rewards.workers.pool import WorkerError
 from flatpeak.utils.answers import is_blank, judged_text
@@ -21,18 +20,12 @@ if TYPE_CHECKING:
 
 def r1_zero_answer(response: str) -> str | None:
     """The answer in the last answer block of a response in the r1_zero form; None in another form, or if blank."""
-    try:
-        return _unless_blank(extract_answer(response, "r1_zero"))
-    except OverLimitError:
-        return None
+    return _unless_blank(extract_answer(response, "r1_zero"))
 
 
 def question_only_answer(response: str) -> str | None:
     """The content of the last box after the thinking of a response; None without a complete box, or if blank."""
-    try:
-        return _unless_blank(extract_answer(response, "boxed"))
-    except OverLimitError:
-        return None
+    return _unless_blank(extract_answer(response, "boxed"))
 
 
 def r1_zero_reward(
@@ -95,7 +88,7 @@ class MathReward(Scorer):
     def score_within(self, groups: Sequence[Group], budget: GradingBudget | None) -> ComponentScores:
         """The scores of all groups; completions beyond the budget have run out of time."""
         pairs = [
-            (extract_or_none(judged_text(completion, group.prompt), self._extraction), group.prompt.example.gold)
+            (extract_answer(judged_text(completion, group.prompt), self._extraction), group.prompt.example.gold)
             for group in groups
             for completion in group.completions
         ]
@@ -119,7 +112,7 @@ class MathReward(Scorer):
 
     def answer(self, completion: Completion, prompt: Prompt) -> str | None:
         """The extracted answer in one spelling for majority votes, or None."""
-        answer = extract_or_none(judged_text(completion, prompt), self._extraction)
+        answer = extract_answer(judged_text(completion, prompt), self._extraction)
         if answer is None or not answer.strip():
             return None
         example = prompt.example

@@ -15,7 +15,6 @@ from flatpeak.rewards.math import read_number
 from flatpeak.rewards.math.extract import block_answer
 from flatpeak.rewards.math.extract import extract_answer as extract_text
 from flatpeak.rewards.math.normalize import spelled_fractions
-from flatpeak.rewards.math.syntax_tree import OverLimitError
 from flatpeak.rewards.math.unevaluated import is_evaluated
 from flatpeak.rewards.math.units import DENOMINATORS, MAGNITUDES
 from flatpeak.utils.answers import after_thinking, judged_text
@@ -146,18 +145,15 @@ def extract_answer(text: str, extraction: NumberExtraction) -> Fraction | None:
 
 def whole_text(text: str, extraction: NumberExtraction) -> str | None:
     """The text that must be a number as a whole; None for an extraction that matches a pattern instead."""
-    try:
-        match extraction:
-            case "whole":
-                return after_thinking(text)
-            case "answer_tag":
-                return block_answer(text)
-            case "boxed":
-                return extract_text(text, "boxed")
-            case _:
-                return None
-    except OverLimitError:
-        return None
+    match extraction:
+        case "whole":
+            return after_thinking(text)
+        case "answer_tag":
+            return block_answer(text)
+        case "boxed":
+            return extract_text(text, "boxed")
+        case _:
+            return None
 
 
 def read_number_answer(content: str) -> Fraction | None:
@@ -217,12 +213,6 @@ def parse_number(text: str) -> Fraction | None:
             return None
         value = Fraction(int(match["numerator"].replace(",", "")), denominator)
     return -value if "-" in (match["sign"], match["inner_sign"]) else value
-
-
-def numbers_equal(first: str, second: str) -> bool:
-    """Whether two texts are the same number; a text that is not a number equals nothing."""
-    value = parse_number(first)
-    return value is not None and value == parse_number(second)
 
 
 def in_prose(number: Fraction, following: str) -> Fraction | None:

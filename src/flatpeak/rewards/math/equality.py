@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Final
 
 from flatpeak.rewards.math.expression_values import Expression, proportional, same_value
-from flatpeak.rewards.math.intervals import Reading, merged, plain
+from flatpeak.rewards.math.intervals import Kind, Reading, merged, plain, scalar
 from flatpeak.rewards.math.syntax_tree import Node, UndefinedError, integer, operation
 
 Equality = bool | None
@@ -18,7 +18,8 @@ _SINGLE_UNIT: Final = re.compile(r"([^^·]+)(?:\^(?P<power>-?\d+))?")
 _OPEN_UNIT: Final = re.compile(r"unit(?:\^(?P<power>-?\d+))?")
 _COORDINATES: Final = ("abcd", "xyz")
 _INFINITY: Final = Node("symbol", name="infty")
-_INFINITIES: Final = (("-\\infty", operation("neg", _INFINITY)), ("\\infty", _INFINITY))
+_PLUS_INFINITY: Final = scalar(r"\infty", _INFINITY)
+_MINUS_INFINITY: Final = scalar(r"-\infty", operation("neg", _INFINITY))
 
 
 def equal(gold: Reading, answer: Reading) -> Equality:
@@ -38,7 +39,7 @@ def _equal(gold: Reading, answer: Reading) -> Equality:
         return plain(gold.text) == plain(answer.text)
     if "unread" in (gold.kind, answer.kind):
         return None
-    rule = _RULES.get((gold.kind, answer.kind))
+    rule = _RULES.get(frozenset({gold.kind, answer.kind}))
     return False if rule is None else rule(gold, answer)
 
 
@@ -163,12 +164,7 @@ def _fits_open_unit(power: str | None, other: str) -> bool:
     second = _OPEN_UNIT.fullmatch(other)
     if power is None or (second is not None and second["power"] is None):
         return True  # `units` without a power are also written for areas and volumes
-    return _power(other) == power
-
-
-def _power(unit: str) -> str:
-    """The exponent of a single unit, `1` if none is written."""
-    return unit.rpartition("^")[2] if "^" in unit else "1"
+    return power == (other.rpartition("^")[2] if "^" in other else "1")
 
 
 def _values(gold: Reading, answer: Reading) -> tuple[Expression, Expression]:
@@ -212,11 +208,6 @@ def _exact(expression: Expression) -> Fraction | None:
         return expression.exact
     except UndefinedError:
         return None
-
-
-def _bases(gold: Reading, answer: Reading) -> Equality:
-    # Digits without their base are a different number: 42 is not 42 in base 7.
-    return answer.kind == "based" and (gold.text, gold.label) == (answer.text, answer.label)
 
 
 def _ratios(gold: Reading, answer: Reading) -> Equality:
@@ -269,19 +260,15 @@ def _union_and_exception(gold: Reading, answer: Reading) -> Equality:
     inequality, union = (gold, answer) if gold.kind == "inequality" else (answer, gold)
     if inequality.label != r"\ne" or len(inequality.items) != 2:
         return False
-    values = [item for item in inequality.items if item.expression is not None and not item.expression.letters]
-    if len(values) != 1 or not any(_is_letter(item) for item in inequality.items):
+    values = [item for item in inequality.items if item.is_number]
+    nodes = [item.expression.node for item in inequality.items if item.expression is not None]
+    if len(values) != 1 or all(node.kind != "symbol" for node in nodes):
         return False
-    infinities = [Reading(kind="scalar", text=text, expression=Expression(node=node)) for text, node in _INFINITIES]
-    members = (
-        Reading(kind="ordered", text="", items=(infinities[0], values[0]), label="()"),
-        Reading(kind="ordered", text="", items=(values[0], infinities[1]), label="()"),
+    members = tuple(
+        Reading(kind="ordered", text="", items=ends, label="()")
+        for ends in ((_MINUS_INFINITY, values[0]), (values[0], _PLUS_INFINITY))
     )
     return _unions(union, Reading(kind="union", text="", items=members))
-
-
-def _is_letter(reading: Reading) -> bool:
-    return reading.expression is not None and reading.expression.node.kind == "symbol"
 
 
 def _inequalities(gold: Reading, answer: Reading) -> Equality:
@@ -293,29 +280,22 @@ def _inequalities(gold: Reading, answer: Reading) -> Equality:
     return _all(_equal(one, other) for one, other in zip(gold.items, answer.items[::-1], strict=True))
 
 
-_RULES: Final[dict[tuple[str, str], Callable[[Reading, Reading], Equality]]] = {
-    ("scalar", "scalar"): _scalars,
-    ("based", "based"): _bases,
-    ("based", "scalar"): _bases,
-    ("ratio", "ratio"): _ratios,
-    ("ratio", "scalar"): _ratio_and_scalar,
-    ("scalar", "ratio"): _ratio_and_scalar,
-    ("ordered", "ordered"): _in_order,
-    ("ordered", "list"): _tuple_and_names,
-    ("list", "ordered"): _tuple_and_names,
-    ("list", "list"): _in_any_order,
-    ("list", "set"): _in_any_order,
-    ("set", "list"): _in_any_order,
-    ("set", "set"): _sets,
-    ("union", "union"): _unions,
-    ("union", "ordered"): _unions,
-    ("ordered", "union"): _unions,
-    ("union", "inequality"): _union_and_exception,
-    ("inequality", "union"): _union_and_exception,
-    ("matrix", "matrix"): _in_order,
-    ("equation", "equation"): _equations,
-    ("named", "equation"): _equations,
-    ("equation", "named"): _equations,
-    ("named", "named"): _equations,
-    ("inequality", "inequality"): _inequalities,
+_RULES: Final[dict[frozenset[Kind], Callable[[Reading, Reading], Equality]]] = {
+    frozenset({"scalar"}): _scalars,
+    frozenset({"ratio"}): _ratios,
+    frozenset({"ratio", "scalar"}): _ratio_and_scalar,
+    frozenset({"ordered"}): _in_order,
+    frozenset({"ordered", "list"}): _tuple_and_names,
+    frozenset({"list"}): _in_any_order,
+    frozenset({"list", "set"}): _in_any_order,
+    frozenset({"set"}): _sets,
+    frozenset({"union"}): _unions,
+    frozenset({"union", "ordered"}): _unions,
+    frozenset({"union", "inequality"}): _union_and_exception,
+    frozenset({"matrix"}): _in_order,
+    frozenset({"equation"}): _equations,
+    frozenset({"equation", "named"}): _equations,
+    frozenset({"named"}): _equations,
+    frozenset({"inequality"}): _inequalities,
 }
+"""The rule for each pair of kinds; pairs without one are unequal. Digits in a base equal only the same digits in it."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import product
+from math import inf
 from typing import Any, Final
 
 from flatpeak.rewards.math.syntax_tree import (
@@ -28,7 +29,9 @@ from flatpeak.rewards.math.syntax_tree import (
     UndefinedError,
     mpmath,
     precise,
+    signed,
     symbols_in,
+    walk,
 )
 
 Symbols = Callable[[str], Any]
@@ -48,8 +51,6 @@ _KEEPS_DIGITS: Final = frozenset({"number", "symbol", "mul", "div", "neg", "root
 """Operations that keep a small argument's digits."""
 _SATURATES: Final = frozenset({"tanh", "coth"})
 
-_ValuePair = tuple[Any, Any]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Expression:
@@ -67,9 +68,7 @@ class Expression:
         """1 or -1 for infinity alone and its negative, else 0; UndefinedError for arithmetic with it."""
         if not any(letter.startswith("infty") for letter in self.letters):
             return 0
-        node, sign = self.node, 1
-        while node.kind == "neg":
-            node, sign = node.args[0], -sign
+        sign, node = signed(self.node)
         if node.kind != "symbol" or node.name != "infty":
             raise UndefinedError("arithmetic with infinity")
         return sign
@@ -78,9 +77,11 @@ class Expression:
     def exact(self) -> Fraction | None:
         """The value, if all steps are rational; UndefinedError without a value."""
         try:
-            value: Fraction = _evaluate(self.node, EXACT, lambda _: Fraction(0), _no_symbol)
+            value: Fraction = _evaluate(self.node, EXACT, lambda number: number, _no_symbol)
         except InexactError:
             return None
+        except ZeroDivisionError as error:
+            raise UndefinedError("division by 0") from error
         return value
 
     @cached_property
@@ -99,19 +100,15 @@ class Expression:
             return None
         return value if cmath.isfinite(value) else None
 
-    def precise(self, point: int, digits: int) -> Any:
-        """The value at a point as an mpmath number with this many digits; UndefinedError without a value."""
-        return self._precise(precise(), _mp_symbol(point), digits)
+    def precise(self, point: int, digits: int, *, negated: frozenset[str] | None = None) -> Any:
+        """The value at a point as an mpmath number with this many digits; UndefinedError without a value.
 
-    def real(self, point: int, digits: int, negative: frozenset[str]) -> Any:
-        """The same with some letters negated; UndefinedError if a step is complex."""
-        return self._precise(_real(), _mp_symbol(point, negative), digits)
-
-    def _precise(self, operations: Operations, symbol: Symbols, digits: int) -> Any:
-        library = mpmath()
+        With `negated`, those letters have the opposite sign, and a complex step is an UndefinedError.
+        """
+        library, operations = mpmath(), precise(real=negated is not None)
         with library.workdps(digits):
             try:
-                value = _evaluate(self.node, operations, _mp_number, symbol)
+                value = _evaluate(self.node, operations, _mp_number, _mp_symbol(point, negated or frozenset()))
             except (ArithmeticError, ValueError, library.libmp.NoConvergence) as error:
                 raise UndefinedError(str(error)) from error
             if not library.isfinite(value):
@@ -174,11 +171,11 @@ def _agree_where_real(first: Expression, second: Expression) -> bool:
     library = mpmath()
     small = library.mpf(10) ** -40
     for point, signs in product((0, 1), product((False, True), repeat=len(letters))):
-        negative = frozenset(letter for letter, sign in zip(letters, signs, strict=True) if sign)
+        negated = frozenset(letter for letter, sign in zip(letters, signs, strict=True) if sign)
         try:
-            one, other = (each.real(point, digits, negative) for each in (first, second))
+            one, other = (each.precise(point, digits, negated=negated) for each in (first, second))
         except UndefinedError:
-            if not negative:
+            if not negated:
                 return False
             continue
         with library.workdps(digits):
@@ -187,22 +184,9 @@ def _agree_where_real(first: Expression, second: Expression) -> bool:
     return True
 
 
-def _real() -> Operations:
-    def checked(apply: Callable[..., Any]) -> Callable[..., Any]:
-        def apply_real(*values: Any) -> Any:
-            result = apply(*values)
-            if result.imag:
-                raise UndefinedError("not real")
-            return result
-
-        return apply_real
-
-    return {kind: checked(apply) for kind, apply in precise().items()}
-
-
 def _evaluate(node: Node, operations: Operations, number: Any, symbol: Symbols) -> Any:
     if node.kind == "number":
-        return node.number if operations is EXACT else number(node.number)
+        return number(node.number)
     if node.kind == "symbol":
         return symbol(node.name)
     if node.kind not in operations:
@@ -211,11 +195,11 @@ def _evaluate(node: Node, operations: Operations, number: Any, symbol: Symbols) 
 
 
 def _has_large_numbers(node: Node) -> bool:
-    if node.kind == "number":
-        return abs(node.number) > _LARGE or 0 < abs(node.number) < Fraction(1, _LARGE)
-    if node.kind in ("factorial", "binom"):
-        return True
-    return any(_has_large_numbers(each) for each in node.args)
+    for each in walk(node):
+        large = abs(each.number) > _LARGE or 0 < abs(each.number) < Fraction(1, _LARGE)
+        if large or each.kind in ("factorial", "binom"):
+            return True
+    return False
 
 
 def _no_symbol(name: str) -> Any:
@@ -239,14 +223,14 @@ def _mp_number(value: Fraction) -> Any:
     return mpmath().mpf(value.numerator) / value.denominator
 
 
-def _mp_symbol(point: int, negative: frozenset[str] = frozenset()) -> Symbols:
+def _mp_symbol(point: int, negated: frozenset[str]) -> Symbols:
     library = mpmath()
 
     def symbol(name: str) -> Any:
         if name in _CONSTANTS:
             return {"i": library.mpc(0, 1), "e": +library.mp.e, "pi": +library.mp.pi}[name]
         real, imaginary = map(_mp_number, _coordinate(name, point))
-        real = -real if name in negative else real
+        real = -real if name in negated else real
         return library.mpc(real, imaginary) if imaginary else real
 
     return symbol
@@ -277,63 +261,45 @@ def absorbs(node: Node) -> bool:
 
     Rounding errors of 0, which shrink with higher precision, do not count.
     """
-    return _Absorption(lettered=not symbols_in(node) <= _CONSTANTS).occurs(node, inside=False)
+    return _absorbs(node, lettered=bool(Expression(node=node).letters), inside=False)
 
 
-class _Absorption:
-    """The search for an addition or function that absorbs the digits of a number."""
-
-    def __init__(self, *, lettered: bool) -> None:
-        self._lettered = lettered
-
-    def occurs(self, node: Node, *, inside: bool) -> bool:
-        """Whether it occurs in a node; `inside` an addition or a function, a factor far from 1 counts too."""
-        if inside and self._lettered and _far_from_one(_values(node)):
+def _absorbs(node: Node, *, lettered: bool, inside: bool) -> bool:
+    """With letters, a factor far from 1 inside an addition or a function counts too."""
+    if inside and lettered and _is_lost(node, largest=10**_MAGNITUDE):
+        return True
+    keeps_digits = node.kind in _KEEPS_DIGITS
+    if node.kind == "add":
+        sizes = [size for size in map(_size, node.args) if size is not None]
+        if len(sizes) == 2 and min(sizes) * mpmath().mpf(10) ** _MAGNITUDE < max(sizes):
             return True
-        if node.kind == "add" and _far_apart(*map(_values, node.args)):
+    elif not keeps_digits:
+        arguments = node.args[1:] if node.kind == "pow" else node.args
+        if any(_is_lost(each, largest=_largest_argument(node.kind)) for each in arguments):
             return True
-        if node.kind not in _KEEPS_DIGITS and node.kind != "add":
-            arguments = node.args[1:] if node.kind == "pow" else node.args
-            if any(_tiny(values) for values in map(_values, arguments)):
-                return True
-            if node.kind in _SATURATES and any(_beyond(values, _SATURATED) for values in map(_values, arguments)):
-                return True
-            if node.kind.startswith("arc") and any(_far_from_one(values) for values in map(_values, arguments)):
-                return True
-        below = inside or node.kind not in _KEEPS_DIGITS
-        return any(self.occurs(each, inside=below) for each in node.args)
+    return any(_absorbs(each, lettered=lettered, inside=inside or not keeps_digits) for each in node.args)
 
 
-def _values(node: Node) -> _ValuePair | None:
-    """The value at both precisions; None with letters or without a value."""
-    if not symbols_in(node) <= _CONSTANTS:
+def _largest_argument(kind: str) -> float:
+    """The size above which a function loses its argument's digits."""
+    if kind in _SATURATES:
+        return _SATURATED
+    return 10**_MAGNITUDE if kind.startswith("arc") else inf
+
+
+def _is_lost(node: Node, *, largest: float) -> bool:
+    size = _size(node)
+    return size is not None and bool(size < mpmath().mpf(10) ** -_MAGNITUDE or size > largest)
+
+
+def _size(node: Node) -> Any:
+    """The absolute value; None with letters or without a value."""
+    expression = Expression(node=node)
+    if expression.letters:
         return None
-    library, values = mpmath(), []
-    for digits in _DIGITS:
-        with library.workdps(digits):
-            try:
-                values.append(_evaluate(node, precise(), _mp_number, _mp_symbol(point=0)))
-            except (UndefinedError, OverLimitError, InexactError, ArithmeticError, ValueError):
-                return None
-    coarse, fine = values
+    try:
+        coarse, fine = (expression.precise(0, digits) for digits in _DIGITS)
+    except (UndefinedError, OverLimitError, InexactError):
+        return None
     # A value that differs between the precisions is a rounding error of 0.
-    return (coarse, fine) if fine and abs(coarse - fine) <= abs(fine) / 2 else None
-
-
-def _tiny(values: _ValuePair | None) -> bool:
-    return values is not None and bool(abs(values[1]) < mpmath().mpf(10) ** -_MAGNITUDE)
-
-
-def _beyond(values: _ValuePair | None, bound: int) -> bool:
-    return values is not None and bool(abs(values[1]) > bound)
-
-
-def _far_from_one(values: _ValuePair | None) -> bool:
-    return _tiny(values) or _beyond(values, 10**_MAGNITUDE)
-
-
-def _far_apart(first: _ValuePair | None, second: _ValuePair | None) -> bool:
-    if first is None or second is None:
-        return False
-    small, large = sorted((abs(first[1]), abs(second[1])))
-    return bool(small * mpmath().mpf(10) ** _MAGNITUDE < large)
+    return abs(fine) if fine and abs(coarse - fine) <= abs(fine) / 2 else None

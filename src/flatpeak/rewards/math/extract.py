@@ -7,7 +7,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from flatpeak.rewards.math.rule_grader import normalized
-from flatpeak.rewards.math.syntax_tree import MAX_BOXES, MAX_CHARACTERS, OverLimitError
+from flatpeak.rewards.math.syntax_tree import MAX_BOXES, MAX_CHARACTERS
 from flatpeak.utils.answers import (
     ANSWER_CLOSE,
     ANSWER_OPEN,
@@ -36,16 +36,17 @@ def extract_answer(text: str, extraction: MathExtraction = "auto") -> str | None
     later of the two counts. It must be after the thinking, which must be closed; a box in a block counts. With `boxed`,
     blocks do not count. With `any`, a text without boxes and blocks, complete or not, has its answer after the last
     `####` on that line; otherwise the whole text is the answer, if it is short. With `r1_zero`, the answer is in the
-    last block of a text with `</think> <answer>`. More than `MAX_BOXES` boxes raise OverLimitError.
+    last block of a text with `</think> <answer>`. A text with more than `MAX_BOXES` boxes has no answer.
     """
     if extraction == "r1_zero":
         return block_answer(text) if "</think> <answer>" in text and "</answer>" in text else None
     text = after_thinking(text)
-    box, block = _last_box(text), last_block(text) if extraction != "boxed" else None
-    if box is not None and (block is None or box[0] > block[0]):
-        return box[1]
-    if block is not None:
-        return block[1]
+    if _has_too_many_boxes(text):
+        return None
+    block = last_block(text) if extraction != "boxed" else None
+    found = [each for each in (block, _last_box(text)) if each is not None]
+    if found:
+        return max(found, key=lambda each: each[0])[1]
     if extraction != "any" or any(mark in text for mark in _UNFINISHED):
         return None
     if _MARK in text:
@@ -57,7 +58,7 @@ def extract_answer(text: str, extraction: MathExtraction = "auto") -> str | None
 def block_answer(text: str) -> str | None:
     """The last box in the last complete `<answer>` block after the thinking, else the whole block, or None."""
     block = last_block(after_thinking(text))
-    if block is None:
+    if block is None or _has_too_many_boxes(block[1]):
         return None
     box = _last_box(block[1])
     return block[1] if box is None else box[1]
@@ -65,10 +66,7 @@ def block_answer(text: str) -> str | None:
 
 def gold_answer(gold: str) -> str:
     """The answer in a gold column: in the last box of a solution, after GSM8K's `####`, or the whole text."""
-    try:
-        box = _last_box(gold)
-    except OverLimitError:
-        box = None
+    box = None if _has_too_many_boxes(gold) else _last_box(gold)
     if box is not None:
         return box[1]
     return _marked(gold) if _MARK in gold else gold.strip()
@@ -78,11 +76,13 @@ def _marked(text: str) -> str:
     return text.rpartition(_MARK)[2].strip().partition("\n")[0].strip()
 
 
+def _has_too_many_boxes(text: str) -> bool:
+    """Whether a text has more than MAX_BOXES boxes, including those with unbalanced braces."""
+    return next(islice(_BOX_BEGINS.finditer(text), MAX_BOXES, None), None) is not None
+
+
 def _last_box(text: str) -> tuple[int, str] | None:
     """(start, content) of the box that begins last; linear in the text."""
-    # Boxes with unbalanced braces count too.
-    if sum(1 for _ in islice(_BOX_BEGINS.finditer(text), MAX_BOXES + 1)) > MAX_BOXES:
-        raise OverLimitError(f"more than {MAX_BOXES} boxes")
     boxes = find_boxes(text)
     for index, box in reversed(list(enumerate(boxes))):
         if box.end is not None:

@@ -87,7 +87,7 @@ class MathGrader:
 
         With the `questions` of the pairs, answers that `is_evaluated` refuses are wrong.
         """
-        answers = [(extract_or_none(text, self._extraction), gold) for text, gold in pairs]
+        answers = [(extract_answer(text, self._extraction), gold) for text, gold in pairs]
         if questions is not None:
             answers = only_evaluated(answers, questions)
         return [None if isinstance(outcome, WorkerError) else outcome for outcome in self.compare(answers)]
@@ -187,14 +187,6 @@ def score_of(outcome: Outcome) -> Score:
     return None if isinstance(outcome, WorkerError) else float(outcome)
 
 
-def extract_or_none(text: str, extraction: MathExtraction) -> str | None:
-    """The answer of `extract_answer`; None for a text with too many boxes."""
-    try:
-        return extract_answer(text, extraction)
-    except OverLimitError:
-        return None
-
-
 def _is_unread(*texts: str) -> bool:
     return any(read_answer(text)[1].kind == "unread" for text in texts)
 
@@ -202,7 +194,7 @@ def _is_unread(*texts: str) -> bool:
 def _rule_outcome(answer: str, gold: str) -> Outcome | None:
     try:
         verdict = rule_verdict(answer, gold, precise=False)
-        if verdict is None and "unread" in (read_answer(answer)[1].kind, read_answer(gold)[1].kind):
+        if verdict is None and _is_unread(answer, gold):
             # More digits would not help, so a worker is not needed.
             return None if suits_math_verify(answer, gold) else False
         return verdict
@@ -296,29 +288,24 @@ def verify(answer: str, gold: str) -> bool:
     Texts that it cannot read or compare are unequal. MemoryError and RecursionError, which it would also call unequal,
     are raised as failures.
     """
-    try:
-        return _verified(answer, gold)
-    except (MemoryError, RecursionError):
-        raise
-    except Exception:  # the parser and SymPy may raise anything, about any text
-        return False
-
-
-def _verified(answer: str, gold: str) -> bool:
     from math_verify import LatexExtractionConfig, parse
     from math_verify import verify as equal
 
     config = (LatexExtractionConfig(boxed_match_priority=0),)
     values = []
-    for text in (gold, answer):
-        # Its own time limits would replace the worker's alarm signal.
-        parsed = parse(rf"\boxed{{{text}}}", extraction_config=config, parsing_timeout=None, raise_on_error=True)
-        read_values = [value for value in parsed if not isinstance(value, str)]
-        if not read_values:
-            return False
-        values.append(read_values)
-    digits = {"float_rounding": DIGITS, "numeric_precision": 2 * DIGITS}
-    return bool(equal(*values, **digits, timeout_seconds=None, raise_on_error=True))
+    try:
+        for text in (gold, answer):
+            # Its own time limits would replace the worker's alarm signal.
+            parsed = parse(rf"\boxed{{{text}}}", extraction_config=config, parsing_timeout=None, raise_on_error=True)
+            values.append([value for value in parsed if not isinstance(value, str)])
+            if not values[-1]:
+                return False
+        digits = {"float_rounding": DIGITS, "numeric_precision": 2 * DIGITS}
+        return bool(equal(*values, **digits, timeout_seconds=None, raise_on_error=True))
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:  # the parser and SymPy may raise anything, about any text
+        return False
 
 
 def _load() -> Symbolic:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cmp_to_key
@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 from flatpeak.rewards.math.expression_values import Expression
 from flatpeak.rewards.math.normalize import FUNCTIONS
-from flatpeak.rewards.math.syntax_tree import UndefinedError
+from flatpeak.rewards.math.syntax_tree import Node, UndefinedError
 from flatpeak.rewards.math.units import Unit
 
 Kind = Literal[
@@ -35,7 +35,7 @@ tuple or interval with its brackets. list: items in any order, without brackets.
 intervals and sets. named: x = something. text: words. unread: unknown to the rules."""
 
 TEXT_GROUP: Final = r"\\text\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
-_TEXT: Final = re.compile(TEXT_GROUP)
+TEXT: Final = re.compile(TEXT_GROUP)
 _COMMAND: Final = re.compile(r"\\[A-Za-z]+")
 _FUNCTION_NAME: Final = re.compile(rf"\\(?:{FUNCTIONS})(?![A-Za-z])")
 _WORD: Final = re.compile(r"[^\W\d_]{3,}|\.\.\.|[\"'#@?`]|__")
@@ -62,6 +62,16 @@ class Reading:
     """Brackets (ordered), base (based), number of columns (matrix), name (named), signs (inequality), `choice` for a
     letter that may be written small, and for a ratio `clock` if it is a time of day, `either` if it may be one."""
 
+    @property
+    def is_number(self) -> bool:
+        """Whether it is one expression without letters, possibly with a unit."""
+        return self.kind == "scalar" and self.expression is not None and not self.expression.letters
+
+
+def scalar(text: str, node: Node) -> Reading:
+    """A bare expression as a reading."""
+    return Reading(kind="scalar", text=text, expression=Expression(node=node))
+
 
 def unnamed(reading: Reading) -> Reading:
     """The reading without names in front: for `x = 5` the reading of 5."""
@@ -70,9 +80,17 @@ def unnamed(reading: Reading) -> Reading:
     return reading
 
 
+def unread_texts(reading: Reading) -> Iterator[str]:
+    """The texts in an answer that the rules cannot read."""
+    if reading.kind == "unread":
+        yield reading.text
+    for item in reading.items:
+        yield from unread_texts(item)
+
+
 def plain(text: str) -> str:
     """A text without `\\text`, spaces, dots and case, equal for two spellings of the same words."""
-    bare = _NO_SUBSTANCE.sub("", _TEXT.sub(r"\1", text)).casefold()
+    bare = _NO_SUBSTANCE.sub("", TEXT.sub(r"\1", text)).casefold()
     while len(bare) > 2 and bare.startswith("(") and bare.endswith(")") and "(" not in bare[1:-1]:
         bare = bare[1:-1]
     return bare.strip(",;:!")
@@ -80,7 +98,7 @@ def plain(text: str) -> str:
 
 def has_words(text: str) -> bool:
     """Whether a text contains prose, which is not read as mathematics."""
-    return _WORD.search(_COMMAND.sub(" ", _TEXT.sub(r" \1 ", text))) is not None
+    return _WORD.search(_COMMAND.sub(" ", TEXT.sub(r" \1 ", text))) is not None
 
 
 def has_functions(text: str) -> bool:
@@ -144,7 +162,8 @@ class _Interval:
 def merged(readings: Iterable[Reading]) -> tuple[Reading, ...] | None:
     """The union of intervals and sets as disjoint intervals in order; None if their order is unknown."""
     try:
-        intervals = sorted(_intervals(readings), key=cmp_to_key(_by_low))
+        key = cmp_to_key(_compare)
+        intervals = sorted(_intervals(readings), key=lambda interval: key(interval.low))
         joined: list[_Interval] = []
         for interval in intervals:
             last = joined[-1] if joined else None
@@ -183,10 +202,6 @@ def _outer(first: _End, second: _End, *, sign: int, prefer_closed: bool = True) 
     if order == 0:
         return first if first.closed == prefer_closed else second
     return first if order > 0 else second
-
-
-def _by_low(first: _Interval, second: _Interval) -> int:
-    return _compare(first.low, second.low)
 
 
 def _intervals(readings: Iterable[Reading]) -> list[_Interval]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import tomllib
 import unicodedata
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from flatpeak.rewards.math.syntax_tree import MAX_CHARACTERS, MAX_DEPTH, MAX_RAW_CHARACTERS, OverLimitError, nesting
@@ -31,48 +33,12 @@ FUNCTIONS: Final = (
 )
 """Function names that are read with or without a backslash."""
 
-_CHARACTERS: Final = {
-    ord(character): spelled
-    for characters, spelled in {
-        "\u2212\u2010\u2011\u2012\u2013\u2014\u2015\ufe63\uff0d": "-",
-        "\u00d7\u2062\u22c5\u00b7\u2217\u2219\u2022": r"\cdot ",
-        "\u00f7": "/",
-        "\u2215\u2044": "/",
-        "\u221a": r"\sqrt ",
-        "\u221b": r"\sqrt[3] ",
-        "\u03c0\U0001d70b": r"\pi ",
-        "\u221e": r"\infty ",
-        "\u00b1": r"\pm ",
-        "\u2213": r"\mp ",
-        "\u2264\u2a7d": r"\le ",
-        "\u2265\u2a7e": r"\ge ",
-        "\u2260": r"\ne ",
-        "\u2248": r"\approx ",
-        "\u222a": r"\cup ",
-        "\u2229": r"\cap ",
-        "\u2208": r"\in ",
-        "\u2205": r"\emptyset ",
-        "\u211d": r"\mathbb{R}",
-        "\u00b0\u00ba\u02da": r"^\circ ",
-        "\u03b8": r"\theta ",
-        "\u03b1": r"\alpha ",
-        "\u03b2": r"\beta ",
-        "\u230a": r"\lfloor ",
-        "\u230b": r"\rfloor ",
-        "\u2308": r"\lceil ",
-        "\u2309": r"\rceil ",
-        "\u27e8": r"\langle ",
-        "\u27e9": r"\rangle ",
-        "\u2026\u22ef": "...",
-        "\u201c\u201d": '"',
-        "\u2018\u2019": "'",
-        "\u3001": ",",
-        "\u3002": ".",
-        "\u21d2\u27f9": r"\Rightarrow ",
-        "\u03a9\u2126": r"\Omega ",
-        "\u00b5\u03bc": r"\mu ",
-    }.items()
-    for character in characters
+_TABLES: Final = tomllib.loads(Path(__file__).with_name("spellings.toml").read_text("utf-8"))
+_CHARACTERS: Final[dict[int, str]] = {
+    ord(character): spelled for spelled, characters in _TABLES["characters"].items() for character in characters
+}
+_COMMANDS: Final[dict[str, str]] = {
+    command: spelled for spelled, commands in _TABLES["commands"].items() for command in commands.split()
 }
 _RAISED: Final = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b]+")
 _LOWERED: Final = re.compile("[\u2080-\u2089]+")
@@ -127,43 +93,22 @@ _LATEX_RULES: Final = _rules(
     (r"\\(?:vphantom|vspace|label|tag)\s*\*?(?:\{[^{}]*\}|[^{\w\\])", ""),
     (r"(?:\s*\\(?:q?quad(?![A-Za-z])|(?:h?phantom|hspace)\s*\*?(?:\{[^{}]*\}|[^{\w\\])))+", _wide_space),
     (r"\\(?:thinspace|enspace|space|medspace|thickspace)(?![A-Za-z])|\\[,;:>/ ]|~", " "),
-    (r"\\(?:textrm|textbf|textit|textnormal|textsf|texttt|emph|mbox|hbox|mathrm|rm)(?![A-Za-z])", r"\\text"),
     (r"\\operatorname\s*\*?\{\s*([A-Za-z]+)\s*\}", _operator_name),
     (r"\\(?:textcolor\s*(?:\[[A-Za-z]+\]\s*)?|color\s*)\{\s*(?!white|transparent)[A-Za-z#][\w!,. ]*\}", _colored),
-    (r"\\pounds(?![A-Za-z])", "\u00a3"),
-    (r"\\(?:implies|Longrightarrow)(?![A-Za-z])", r"\\Rightarrow "),
     (r"(?<=[\d.])\s*[xX]\s*(?=10\s*\^)", r"\\cdot "),
     (r"\u6216\u8005?", " or "),
     (r"[\u548c\u4e0e\u53ca\u4e14]", " and "),
     (r"\\(?:underline|underbar|mathbf|boldsymbol|bm|mathit|mathsf|mathcal|bf)(?![A-Za-z])", ""),
-    (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-    (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
-    (r"\\(?:leqslant|leqq|leq)(?![A-Za-z])|<=|=<", r"\\le "),
-    (r"\\(?:geqslant|geqq|geq)(?![A-Za-z])|>=", r"\\ge "),
-    (r"\\neq(?![A-Za-z])|!=|\\not\s*=", r"\\ne "),
+    (r"<=|=<", r"\\le "),
+    (r">=", r"\\ge "),
+    (r"!=|\\not\s*=", r"\\ne "),
     (r"\\not\s*\\in(?![A-Za-z])", r"\\notin "),
-    (r"\\lt(?![A-Za-z])", "<"),
-    (r"\\gt(?![A-Za-z])", ">"),
-    (r"\\(?:simeq|doteq)(?![A-Za-z])", r"\\approx "),
-    (r"\\(?:lbrace|lcurly)(?![A-Za-z])", r"\\{"),
-    (r"\\(?:rbrace|rcurly)(?![A-Za-z])", r"\\}"),
-    (r"\\(?:lparen|langle)(?![A-Za-z])", "("),
-    (r"\\(?:rparen|rangle)(?![A-Za-z])", ")"),
-    (r"\\lbrack(?![A-Za-z])", "["),
-    (r"\\rbrack(?![A-Za-z])", "]"),
-    (r"\\(?:lvert|rvert|vert|mid)(?![A-Za-z])", "|"),
-    (r"\\(?:lVert|rVert|Vert)(?![A-Za-z])", r"\\|"),
-    (r"\\(?:varnothing|empty)(?![A-Za-z])", r"\\emptyset "),
-    (r"\\(?:colon)(?![A-Za-z])", ":"),
-    (
-        r"\\(?:degree|degrees)(?![A-Za-z])|\^\s*\{?\\text\s*\{o\}\}?|(?<=\d)\^\s*(?:\{\s*o\s*\}|o(?![A-Za-z]))",
-        r"^\\circ ",
-    ),
+    (r"\\([A-Za-z]+)", lambda match: _COMMANDS.get(match[1], match[0])),
+    (r"\^\s*\{?\\text\s*\{o\}\}?|(?<=\d)\^\s*(?:\{\s*o\s*\}|o(?![A-Za-z]))", r"^\\circ "),
     (r"(?<=[)\]])\s*U\s*(?=[(\[][^()\[\]]*,)", r" \\cup "),
     (r"(?<![\d.,'])\d{1,3}(?:'\d{3})+(?![\d'])", lambda match: match[0].replace("'", "")),
     (r"(?i:^\*\*\s*((?:the\s+)?(?:final\s+)?answer)(?:\s+is)?\s*:?\s*\*\*\s*:?)", r"\1: "),
-    (r"\\(?:ast|cdotp|bullet)(?![A-Za-z])|\\\*", r"\\cdot "),
-    (r"\\div(?![A-Za-z])", "/"),
+    (r"\\\*", r"\\cdot "),
     (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
     (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
     (r"\\begin\s*\{\s*array\s*\}\s*\{[^{}]*\}", r"\\begin{array}"),

@@ -84,13 +84,13 @@ class _Reader:
 
     def sum(self) -> Node:
         node = self._signed(self._product)
-        while self.rest()[:1] in ("+", "-") and self.rest():
+        while self.rest()[:1] in ("+", "-"):
             node = operation("add", node, self._signed(self._product))
         return node
 
     def _signed(self, read: _Read) -> Node:
         negative = False
-        while (sign := self.rest()[:1]) in ("+", "-") and sign:
+        while (sign := self.rest()[:1]) in ("+", "-"):
             negative ^= sign == "-"
             self._at += 1
         node = read()
@@ -193,7 +193,10 @@ class _Reader:
             return self._nested(self._function)
         if rest[:1] == "\\":
             return self._nested(self._command)
-        return self._symbol(self._letter())
+        if not (rest[:1].isascii() and rest[:1].isalpha()):
+            raise UnreadableError(f"unknown {rest[:1]!r}")
+        self._at += 1
+        return self._symbol(rest[0])
 
     def _number(self) -> Node:
         if repeating := self._take(_REPEATING):
@@ -268,13 +271,6 @@ class _Reader:
         if self.rest().startswith("["):
             degree = self._nested(self._group)
         return operation("root", self._argument(whole_number=True), degree)
-
-    def _letter(self) -> str:
-        letter = self.rest()[:1]
-        if not (letter.isascii() and letter.isalpha()):
-            raise UnreadableError(f"unknown {letter!r}")
-        self._at += 1
-        return letter
 
     def _symbol(self, name: str) -> Node:
         index = self._take(_SUBSCRIPT)

@@ -18,6 +18,7 @@ from flatpeak.rewards.math.syntax_tree import (
     canonical_form,
     factors_of,
     integer_value,
+    signed,
     signed_terms,
     symbols_in,
     walk,
@@ -121,8 +122,7 @@ def _radicals(node: Node) -> set[tuple[str, int]]:
 
 def _degree(exponent: Node) -> int:
     """The denominator of an exponent that is a number; 1 for other exponents."""
-    while exponent.kind == "neg":
-        exponent = exponent.args[0]
+    _, exponent = signed(exponent)
     if exponent.kind == "div":
         return integer_value(exponent.args[1]) or 1
     return exponent.number.denominator

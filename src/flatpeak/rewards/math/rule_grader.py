@@ -9,7 +9,7 @@ from typing import Final
 
 from flatpeak.rewards.math.equality import equal
 from flatpeak.rewards.math.expression_values import PRECISE
-from flatpeak.rewards.math.intervals import Reading, has_words
+from flatpeak.rewards.math.intervals import Reading, has_words, unnamed, unread_texts
 from flatpeak.rewards.math.normalize import clean
 from flatpeak.rewards.math.structured_answers import contradict, read
 from flatpeak.rewards.math.syntax_tree import Node, OverLimitError, UndefinedError, integer, is_mixed_number
@@ -97,7 +97,7 @@ def suits_math_verify(answer: str, gold: str) -> bool:
         return False
     if gold_reading.kind != answer_reading.kind and not _RELATIONS.isdisjoint((gold_reading.kind, answer_reading.kind)):
         return False
-    readable = not _unread(answer_reading) and not _unread(gold_reading)
+    readable = not [*unread_texts(answer_reading), *unread_texts(gold_reading)]
     return readable or any(_OPERATORS.search(text) is not None for text in (answer_text, gold_text))
 
 
@@ -120,8 +120,7 @@ def read_number(text: str) -> Fraction | None:
         reading = sides[-1] if len(sides) > 1 else reading
         if reading is None or (len(sides) > 1 and sides[0] is not None and _contradict(sides[0], reading)):
             return None
-    while reading.kind == "named":
-        reading = reading.items[0]
+    reading = unnamed(reading)
     if reading.kind != "scalar" or reading.expression is None:
         return None
     node = reading.expression.node
@@ -139,8 +138,7 @@ def normalized(answer: str) -> str:
     """An extracted answer in one spelling, for counting votes: `3/4` for every spelling of a rational number."""
     try:
         cleaned, reading = read_answer(answer)
-        while reading.kind == "named":
-            reading = reading.items[0]
+        reading = unnamed(reading)
         exact = reading.expression.exact if reading.kind == "scalar" and reading.expression is not None else None
         return "".join(cleaned.split()) if exact is None else str(exact)
     except Exception:  # over a limit, without a value, too long for a decimal: no text may stop a run
@@ -148,12 +146,7 @@ def normalized(answer: str) -> str:
 
 
 def _balanced(text: str) -> bool:
-    depth = 0
-    for character in text:
-        depth += (character == "{") - (character == "}")
-        if depth < 0:
-            return False
-    return depth == 0
+    return _without_group_end(text) == text and text.count("{") == text.count("}")
 
 
 def _rules(answer: str, gold: str) -> bool | None:
@@ -173,10 +166,6 @@ def _as_lists(gold: str, answer: str) -> bool | None:
     if "list" not in (readings[0][0].kind, readings[1][0].kind):
         return False
     return equal(readings[0][1], readings[1][1])
-
-
-def _unread(reading: Reading) -> bool:
-    return reading.kind == "unread" or any(map(_unread, reading.items))
 
 
 def gold_letter(text: str) -> str | None:

@@ -7,16 +7,17 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Final
 
-from flatpeak.rewards.math.expression_values import Expression
-from flatpeak.rewards.math.intervals import TEXT_GROUP, Reading, has_functions, has_words, split
+from flatpeak.rewards.math.intervals import TEXT, TEXT_GROUP, Reading, has_functions, has_words, scalar, split
 from flatpeak.rewards.math.parser import parse_expression
 from flatpeak.rewards.math.syntax_tree import Node, UnreadableError, operation
 from flatpeak.rewards.math.units import (
     ABBREVIATIONS,
     CANONICAL,
+    DESCENDING,
     NUMBER_WORDS,
     SINGLE_LETTERS,
     Unit,
+    chinese_unit,
     read_unit,
     spelled_number,
     unit_name,
@@ -39,16 +40,6 @@ _FACTORS: Final = re.compile(
 )
 _PLAIN: Final = re.compile(r"^\\text\s*\{[^{}]*\}\s*(?:\^\s*\{?\s*\d\s*\}?)?$")
 
-_CHINESE_UNIT: Final = re.compile(
-    r"^(?P<body>.*[\d)}])\s*(?P<words>[\u4e00-\u9fff]+(?:/[\u4e00-\u9fff]+)?)\s*(?P<power>\^(?:\{\d\}|\d))?$"
-)
-_MAGNITUDES: Final = {"十": 10, "百": 100, "千": 1000, "万": 10**4, "亿": 10**8}
-_AREAS: Final = {"平方": 2, "立方": 3}
-_COUNTERS: Final = frozenset(
-    "个人只本条张块名位辆棵朵支枝枚件种页台间座头匹袋箱瓶盒杯天日年月周岁分角吨层步组班艘架颗粒根"
-)
-"""Chinese counters, `5个苹果`, without those that multiply: pairs, dozens, times as many."""
-_NO_COUNTER: Final = frozenset("或和与及不非无多余半倍约少左右以之的是")
 _CURRENCY: Final = re.compile(
     r"^([+-]?)\s*(?:\\text\s*\{\s*)?(?:US)?([$€£¥₹]|USD|EUR|INR|RMB|Rs\.?)(?:\s*\})?\s*([+-]?)\s*(?=[\d.\\({])"
 )
@@ -79,15 +70,6 @@ _OUT_OF: Final = re.compile(r"(\d{1,12})\s+out\s+of\s+(\d{1,12})")
 _PART: Final = r"\d+(?:\.\d+)?\s*[A-Za-z]+\.?"
 _PARTS: Final = re.compile(rf"{_PART}(?:(?:\s*,)?\s*(?:and\s+)?{_PART}){{1,3}}")
 _NUMBER_AND_UNIT: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
-_DESCENDING: Final = tuple(
-    units.split()
-    for units in (
-        "year month week day h min s",
-        *("mi yd ft in", "km m cm mm", "t kg g mg", "lb oz", "gal quart pint cup", "l ml", "usd cent"),
-    )
-)
-"""Units in which several numbers give one quantity, the largest first."""
-_TEXT: Final = re.compile(TEXT_GROUP)
 _CHINESE: Final = re.compile(r"[\u4e00-\u9fff]")
 _VOWELS: Final = frozenset("aeiouy")
 _COUNTING_LETTERS: Final = frozenset("abcdxyz")
@@ -100,11 +82,6 @@ def read_scalar(text: str) -> Reading | None:
         if reading is not None:
             return reading
     return None
-
-
-def scalar(text: str, node: Node) -> Reading:
-    """A bare expression as a reading."""
-    return Reading(kind="scalar", text=text, expression=Expression(node=node))
 
 
 def _based(text: str) -> Reading | None:
@@ -149,13 +126,13 @@ def read_number_words(text: str) -> Reading | None:
 
 def read_parts(text: str) -> Reading | None:
     """A quantity in several units, in one spelling, `2 hrs and 30 mins` as `2h30min`; `7 out of 10` as 7/10."""
-    words = _TEXT.sub(r" \1 ", text).strip()
+    words = TEXT.sub(r" \1 ", text).strip()
     if match := _OUT_OF.fullmatch(words):
         return scalar(text, parse_expression(rf"\frac{{{match[1]}}}{{{match[2]}}}"))
     if _PARTS.fullmatch(words) is None:
         return None
     parts = [(number, word_unit(word)) for number, word in _NUMBER_AND_UNIT.findall(words)]
-    for units in _DESCENDING:
+    for units in DESCENDING:
         order = [units.index(unit) for _, unit in parts if unit in units]
         if len(order) == len(parts) and order == sorted(set(order)):
             return Reading(kind="text", text="".join(number + unit for number, unit in parts))
@@ -286,26 +263,3 @@ def _symbol(word: str, *, ohm: bool, micro: bool) -> str | None:
     if name not in CANONICAL and len(word) > 2:
         return None
     return f"micro{name}" if micro else name
-
-
-def chinese_unit(text: str) -> tuple[str, Unit] | None:
-    """(number, unit) of `5厘米`, `5 元/千克`, `5万`, `5个`."""
-    match = _CHINESE_UNIT.match(text)
-    if match is None:
-        return None
-    words, factor = match["words"], Fraction(1)
-    while words and words[0] in _MAGNITUDES and words not in CANONICAL and words[:2] not in ("千米", "千克"):
-        factor *= _MAGNITUDES[words[0]]
-        words = words[1:]
-    names = []
-    for index, word in enumerate(re.split(r"/|每", words) if words else []):
-        name, power = word, 1
-        for area, exponent in _AREAS.items():
-            if word.startswith(area):
-                name, power = word.removeprefix(area), exponent
-        if name not in CANONICAL and not (name[:1] in _COUNTERS and len(name) < 6 and _NO_COUNTER.isdisjoint(name)):
-            return None
-        names.append((CANONICAL.get(name, name), -power if index else power))
-    if match["power"] and names:
-        names[-1] = (names[-1][0], names[-1][1] * int(match["power"].strip("^{}")))
-    return match["body"], Unit(name=unit_name(names), factor=factor)

@@ -8,10 +8,21 @@ from dataclasses import replace
 from typing import Final
 
 from flatpeak.rewards.math.expression_values import Expression
-from flatpeak.rewards.math.intervals import TEXT_GROUP, Kind, Reading, enclosed, has_words, intersection, plain, split
+from flatpeak.rewards.math.intervals import (
+    TEXT_GROUP,
+    Kind,
+    Reading,
+    enclosed,
+    has_words,
+    intersection,
+    plain,
+    scalar,
+    split,
+    unnamed,
+)
 from flatpeak.rewards.math.normalize import ROW_END
 from flatpeak.rewards.math.parser import parse_expression
-from flatpeak.rewards.math.scalars import read_number_words, read_parts, read_scalar, scalar
+from flatpeak.rewards.math.scalars import read_number_words, read_parts, read_scalar
 from flatpeak.rewards.math.syntax_tree import Node, UndefinedError, UnreadableError, operation
 
 _APPROXIMATE: Final = 0.05
@@ -94,8 +105,7 @@ def _wrapped(text: str) -> Reading | None:
     letters = re.findall(r"[^\W\d_]+", match[1])
     # Words in \text are not products: VW is not W times V.
     if reading.kind in ("scalar", "unread") and letters and max(map(len, letters)) > 1 and reading.unit is None:
-        exact = reading.expression is not None and not reading.expression.letters
-        return reading if exact else Reading(kind="text", text=plain(match[1]))
+        return reading if reading.is_number else Reading(kind="text", text=plain(match[1]))
     return reading
 
 
@@ -107,8 +117,7 @@ def _implied(text: str) -> Reading | None:
     *premises, answer = map(read, steps)
     for step, premise in zip(steps, premises, strict=False):
         comparable = premise.kind != "named" or answer.kind != "named" or premise.label == answer.label
-        number = premise.kind == "scalar" and premise.expression is not None and not premise.expression.letters
-        if (comparable and contradict(premise, answer)) or not (number or _RELATION.search(step)):
+        if (comparable and contradict(premise, answer)) or not (premise.is_number or _RELATION.search(step)):
             return Reading(kind="unread", text=text)
     return answer
 
@@ -237,21 +246,18 @@ def _approximation(text: str, signs: list[str], sides: list[str]) -> Reading | N
 
 
 def _equation(text: str, sides: list[str]) -> Reading | None:
-    if _NAME.match(sides[0]) or _NAMES.match(sides[0]):
-        values = [read(side) for side in sides[1:]]
-        false = contradicting(values, ["="] * (len(values) - 1))
-        return Reading(kind="unread", text=text) if false else _named_reading(text, sides[0], values[-1])
-    nodes = _expressions(sides)
+    named = _NAME.match(sides[0]) or _NAMES.match(sides[0])
+    nodes = None if named else _expressions(sides)
     if nodes is not None and len(sides) == 2 and any(Expression(node=node).letters for node in nodes):
         if _NAME.match(sides[1]) and not Expression(node=nodes[0]).letters:
             return _named_reading(text, sides[1], read(sides[0]))
         return Reading(kind="equation", text=text, expression=_difference(*nodes))
-    values = [read(side) for side in sides]
+    values = [read(side) for side in (sides[1:] if named else sides)]
     if contradicting(values, ["="] * (len(values) - 1)):
         return Reading(kind="unread", text=text)
-    first = values[0]
-    numeric = first.kind == "scalar" and first.expression is not None and not first.expression.letters
-    return values[-1] if numeric else None
+    if named:
+        return _named_reading(text, sides[0], values[-1])
+    return values[-1] if values[0].is_number else None
 
 
 def _named_reading(text: str, name: str, value: Reading) -> Reading:
@@ -317,7 +323,7 @@ def contradicting(readings: Sequence[Reading], signs: Sequence[str]) -> bool:
 
 def contradict(first: Reading, second: Reading, *, approximately: bool = False) -> bool:
     """Whether both are numbers in one unit and differ by more than rounding; a number without a value differs."""
-    one, other = _bare(first), _bare(second)
+    one, other = unnamed(first), unnamed(second)
     if one.unit is not None and other.unit is not None and one.unit.name != other.unit.name:
         return False
     try:
@@ -334,18 +340,9 @@ def contradict(first: Reading, second: Reading, *, approximately: bool = False) 
     return all(abs(x - y) > max(allowed, relative * max(abs(x), abs(y))) for x, y in readings)
 
 
-def _bare(reading: Reading) -> Reading:
-    while reading.kind == "named":
-        reading = reading.items[0]
-    return reading
-
-
 def _number(reading: Reading) -> complex | None:
     """The value in double precision; None if it is not a number, or has too many digits."""
-    expression = reading.expression if reading.kind == "scalar" else None
-    if expression is None or expression.letters:
-        return None
-    return expression.rough[0]
+    return reading.expression.rough[0] if reading.is_number and reading.expression is not None else None
 
 
 def _rounding(reading: Reading, approximately: bool) -> float:

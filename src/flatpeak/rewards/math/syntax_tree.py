@@ -82,11 +82,17 @@ def is_mixed_number(node: Node) -> bool:
     return node.kind == "add" and node.name == "mixed"
 
 
-def integer_value(node: Node) -> int | None:
-    """The integer that a node is written as, with its signs; None for anything else."""
+def signed(node: Node) -> tuple[int, Node]:
+    """The sign, 1 or -1, and the node without its signs."""
     sign = 1
     while node.kind == "neg":
         node, sign = node.args[0], -sign
+    return sign, node
+
+
+def integer_value(node: Node) -> int | None:
+    """The integer that a node is written as, with its signs; None for anything else."""
+    sign, node = signed(node)
     return sign * int(node.number) if node.kind == "number" and node.number.denominator == 1 else None
 
 
@@ -118,30 +124,20 @@ def signed_terms(node: Node) -> list[tuple[int, Node]]:
     return terms
 
 
-def factors_of(node: Node) -> list[tuple[Node, int]]:
-    """The factors of a product or quotient as (factor, 1 in the numerator or -1 in the denominator), without signs."""
+def factors_of(node: Node, *, split_fractions: bool = True) -> list[tuple[Node, int]]:
+    """The factors of a product as (factor, 1 in the numerator or -1 in the denominator), without signs.
+
+    Without `split_fractions`, a fraction counts as one factor.
+    """
     stack, factors = [(node, 1)], []
     while stack:
         each, side = stack.pop()
-        if each.kind == "neg":
-            stack.append((each.args[0], side))
-        elif each.kind in ("mul", "div"):
-            stack.append((each.args[0], side))
-            stack.append((each.args[1], -side if each.kind == "div" else side))
+        if each.kind in ("neg", "mul"):
+            stack.extend((factor, side) for factor in each.args)
+        elif each.kind == "div" and split_fractions:
+            stack.extend(((each.args[0], side), (each.args[1], -side)))
         else:
             factors.append((each, side))
-    return factors
-
-
-def top_level_factors(node: Node) -> list[Node]:
-    """The factors of a product; a fraction counts as one factor."""
-    stack, factors = [node], []
-    while stack:
-        each = stack.pop()
-        if each.kind in ("mul", "neg"):
-            stack.extend(each.args)
-        else:
-            factors.append(each)
     return factors
 
 
@@ -157,10 +153,9 @@ def canonical_form(node: Node) -> str:
         factors = [(factor, side) for factor, side in factors_of(node) if integer_value(factor) != 1]
         if [side for _, side in factors] == [1] and not _is_negative(node):
             return canonical_form(factors[0][0])
-        by_side: dict[int, list[str]] = {1: [], -1: []}
-        for factor, side in factors:
-            by_side[side].append(canonical_form(factor))
-        above, below = (",".join(sorted(by_side[side])) for side in (1, -1))
+        above, below = (
+            ",".join(sorted(canonical_form(factor) for factor, side in factors if side == wanted)) for wanted in (1, -1)
+        )
         return f"{'-' if _is_negative(node) else ''}*({above}/{below})"
     return f"{node.kind}({','.join(map(canonical_form, node.args))})"
 
@@ -206,9 +201,11 @@ def _exact_power(base: Fraction, exponent: Fraction) -> Fraction:
     return root**exponent.numerator
 
 
-def _exact_root(value: Fraction, degree: int) -> Fraction:
-    if value < 0 or degree > 64 or max(value.numerator, value.denominator).bit_length() > 1000:
+def _exact_root(value: Fraction, degree: Fraction | int) -> Fraction:
+    too_large = max(value.numerator, value.denominator).bit_length() > 1000
+    if value < 0 or too_large or degree.denominator != 1 or not 1 <= degree <= 64:
         raise InexactError("root")
+    degree = int(degree)
     roots = [round(x ** (1 / degree)) if degree > 2 else math.isqrt(x) for x in value.as_integer_ratio()]
     root = Fraction(*roots) if roots[1] else Fraction(0)
     if root**degree != value:
@@ -232,39 +229,28 @@ def _exact_binomial(upper: Fraction, lower: Fraction) -> Fraction:
     return Fraction(math.comb(int(upper), int(lower)))
 
 
-def _exact_division(first: Fraction, second: Fraction) -> Fraction:
-    if second == 0:
-        raise UndefinedError("division by 0")
-    return _bounded(first / second)
-
-
-def _root_degree(degree: Fraction) -> int:
-    if degree.denominator != 1 or not 1 <= degree <= MAX_EXPONENT:
-        raise InexactError("root")
-    return int(degree)
-
-
 EXACT: Final[Operations] = {
     "add": lambda a, b: _bounded(a + b),
     "mul": lambda a, b: _bounded(a * b),
-    "div": _exact_division,
+    "div": lambda a, b: _bounded(a / b),
     "neg": lambda a: -a,
     "pow": _exact_power,
-    "root": lambda a, n: _exact_root(a, _root_degree(n)),
+    "root": _exact_root,
     "factorial": _exact_factorial,
     "binom": _exact_binomial,
     "abs": abs,
     "floor": lambda a: Fraction(math.floor(a)),
     "ceil": lambda a: Fraction(math.ceil(a)),
 }
-"""Operations on fractions; InexactError if the result may be irrational."""
+"""Operations on fractions; InexactError if the result may be irrational, ZeroDivisionError for a division by 0."""
 
 
 def numeric(library: Any) -> Operations:
     """Operations on the numbers of `cmath` or of an mpmath context."""
-    sin, cos, exp = (_guarded(library, name) for name in ("sin", "cos", "exp"))
-    tan, log, sinh, cosh, tanh = (_guarded(library, name) for name in ("tan", "log", "sinh", "cosh", "tanh"))
-    inverses = {f"arc{name}": _guarded(library, f"a{name}") for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")}
+    names = ("sin", "cos", "tan", "sinh", "cosh", "tanh")
+    functions = {name: _guarded(library, name) for name in ("exp", *names)}
+    inverses = {f"arc{name}": _guarded(library, f"a{name}") for name in names}
+    sin, cos, log = functions["sin"], functions["cos"], _guarded(library, "log")
     return {
         "add": lambda a, b: a + b,
         "mul": lambda a, b: a * b,
@@ -276,19 +262,13 @@ def numeric(library: Any) -> Operations:
         "degree": lambda a: a * library.pi / 180,
         "ln": log,
         "log": lambda a, base: log(a) / log(base),
-        "exp": exp,
-        "sin": sin,
-        "cos": cos,
-        "tan": tan,
         "cot": lambda a: cos(a) / sin(a),
         "sec": lambda a: 1 / cos(a),
         "csc": lambda a: 1 / sin(a),
-        "sinh": sinh,
-        "cosh": cosh,
-        "tanh": tanh,
-        "coth": lambda a: 1 / tanh(a),
-        "sech": lambda a: 1 / cosh(a),
-        "csch": lambda a: 1 / sinh(a),
+        "coth": lambda a: 1 / functions["tanh"](a),
+        "sech": lambda a: 1 / functions["cosh"](a),
+        "csch": lambda a: 1 / functions["sinh"](a),
+        **functions,
         **inverses,
     }
 
@@ -301,8 +281,11 @@ def mpmath() -> Any:
 
 
 @cache
-def precise() -> Operations:
-    """Operations on mpmath's numbers at its current precision; OverLimitError outside 2 to plus or minus MAX_BITS."""
+def precise(*, real: bool = False) -> Operations:
+    """Operations on mpmath's numbers at its current precision; OverLimitError outside 2 to plus or minus MAX_BITS.
+
+    With `real`, a complex result is an UndefinedError.
+    """
     mp = mpmath().mp
 
     def factorial(value: Any) -> Any:
@@ -319,6 +302,8 @@ def precise() -> Operations:
             # If the parts of a complex number are a billion digits apart, mpmath writes all of the digits.
             if any(x and abs(mp.mag(x)) > MAX_BITS for x in (result.real, result.imag)):
                 raise OverLimitError("a number of too many digits")
+            if real and result.imag:
+                raise UndefinedError("not real")
             return result
 
         return bounded
@@ -332,9 +317,8 @@ def _guarded(library: Any, name: str) -> Callable[[Any], Any]:
 
     def apply(value: Any) -> Any:
         # The sine of 10^10000 needs as many digits of pi.
-        if library is not cmath and value and library.mag(value) > MAX_MAGNITUDE:
-            raise OverLimitError(f"{name} of a number of too many digits")
-        if name in _EXPONENTIAL and library is not cmath and abs(value) > MAX_EXPONENT:
+        large = value and library is not cmath and library.mag(value) > MAX_MAGNITUDE
+        if large or (name in _EXPONENTIAL and library is not cmath and abs(value) > MAX_EXPONENT):
             raise OverLimitError(f"{name} of a number of too many digits")
         return function(value)
 

@@ -20,7 +20,7 @@ from typing import Final
 
 from flatpeak.rewards.math.expression_values import Expression
 from flatpeak.rewards.math.extract import gold_answer
-from flatpeak.rewards.math.intervals import Reading, split, unnamed
+from flatpeak.rewards.math.intervals import Reading, split, unnamed, unread_texts
 from flatpeak.rewards.math.normalize import clean
 from flatpeak.rewards.math.rewriting import has_letters, is_rewritten_halfway, sides
 from flatpeak.rewards.math.rule_grader import gold_letter, read_answer
@@ -33,9 +33,9 @@ from flatpeak.rewards.math.syntax_tree import (
     integer,
     integer_value,
     is_mixed_number,
+    signed,
     signed_terms,
     symbols_in,
-    top_level_factors,
     walk,
 )
 from flatpeak.rewards.math.units import DENOMINATORS, MAGNITUDES, NUMBER_WORDS
@@ -116,12 +116,10 @@ def is_evaluated(answer: str, gold: str, question: str = "") -> bool:
     if not answered.operations <= reference.allowed:
         return False
     is_letter = gold_letter(read_answer(gold)[0]) is not None  # before its option, which the question contains too
-    copied = (answered.copyable or answered.operations) and _is_copied(answered, question)
+    copied = (answered.copyable or answered.operations) and (
+        answered.spelling in _question_spellings(question) or _is_in(answered.tokens, question)
+    )
     return is_letter or not (copied or is_rewritten_halfway(answer, gold, _SEGMENT_ENDS.split(question)))
-
-
-def _is_copied(answered: _Structure, question: str) -> bool:
-    return answered.spelling in _question_spellings(question) or _is_in(answered.tokens, question)
 
 
 def only_evaluated(pairs: Iterable[tuple[str | None, str]], questions: Iterable[str]) -> list[tuple[str | None, str]]:
@@ -136,7 +134,9 @@ def only_evaluated(pairs: Iterable[tuple[str | None, str]], questions: Iterable[
 def _structure(text: str) -> _Structure:
     reading = unnamed(read_answer(text)[1])
     nodes = list(_nodes(reading))
-    operations: frozenset[str] = frozenset().union(*map(_operations, nodes), *map(_text_operations, _unread(reading)))
+    operations: frozenset[str] = frozenset().union(
+        *map(_operations, nodes), *map(_text_operations, unread_texts(reading))
+    )
     if any(map(_is_whole_quotient, nodes)):
         operations |= {"quotient"}
     allowed = set(operations)
@@ -169,14 +169,6 @@ def _nodes(reading: Reading) -> Iterator[Node]:
             yield from item.expression.node.args  # the expression before a matrix is a common factor
         else:
             yield from _nodes(item)
-
-
-def _unread(reading: Reading) -> Iterator[str]:
-    """The texts in an answer that the rules cannot read."""
-    if reading.kind == "unread":
-        yield reading.text
-    for item in reading.items:
-        yield from _unread(item)
 
 
 def _text_operations(text: str) -> Iterator[str]:
@@ -224,7 +216,7 @@ def _has_like(terms: list[Node]) -> bool:
 def _of_product(node: Node) -> set[str]:
     kinds: set[str] = set()
     factors = factors_of(node)
-    together = [each for each in top_level_factors(node) if _is_numeral(each)]
+    together = [factor for factor, _ in factors_of(node, split_fractions=False) if _is_numeral(factor)]
     above, below = (
         [factor for factor, exponent in factors if exponent == side and _is_numeral(factor)] for side in (1, -1)
     )
@@ -232,7 +224,8 @@ def _of_product(node: Node) -> set[str]:
     in_fractions = above + below if any(map(is_mixed_number, above + below)) else []
     if any(map(_are_several, (together, above, below, in_fractions))):
         kinds.add("product")
-    radicals = Counter(canonical_form(factor) for factor, _ in factors if factor == _I or _is_radical(factor))
+    roots = (factor for factor, _ in factors if factor == _I or (factor.kind == "root" and not symbols_in(factor)))
+    radicals = Counter(map(canonical_form, roots))
     if radicals and max(radicals.values()) > 1:
         kinds.add("power")
     if _sums_above(node) > 1:
@@ -279,14 +272,9 @@ def _sums_above(node: Node) -> int:
     return total
 
 
-def _is_radical(node: Node) -> bool:
-    return node.kind == "root" and not symbols_in(node)
-
-
 def _is_whole_quotient(node: Node) -> bool:
     """Whether an expression is a division of numerals whose result is an integer, as 144/12."""
-    while node.kind == "neg":
-        node = node.args[0]
+    _, node = signed(node)
     if node.kind != "div" or node.args[1] == _ONE or not all(map(_is_numeral, node.args)):
         return False
     value = _rational(node)

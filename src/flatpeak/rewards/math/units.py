@@ -3,118 +3,39 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
-_UP_TO_NINETEEN: Final = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
-    "seventeen eighteen nineteen"
-)
-_SMALL: Final = {word: value for value, word in enumerate(_UP_TO_NINETEEN.split())}
-_TENS: Final = {
-    "twenty": 20,
-    "thirty": 30,
-    "forty": 40,
-    "fifty": 50,
-    "sixty": 60,
-    "seventy": 70,
-    "eighty": 80,
-    "ninety": 90,
-}
+_TABLES: Final[dict[str, dict[str, Any]]] = tomllib.loads(Path(__file__).with_name("units.toml").read_text("utf-8"))
+_WORDS: Final[dict[str, list[str]]] = {name: words.split() for name, words in _TABLES["words"].items()}
+_SMALL: Final = {word: value for value, word in enumerate(_WORDS["up_to_nineteen"])}
+_TENS: Final = {word: 10 * value for value, word in enumerate(_WORDS["tens"], start=2)}
 NUMBER_WORDS: Final = {word: str(value) for word, value in (*_SMALL.items(), ("twenty", 20))}
-MAGNITUDES: Final = {
-    "ten": 10,
-    "dozen": 12,
-    "hundred": 100,
-    "thousand": 10**3,
-    "lakh": 10**5,
-    "million": 10**6,
-    "mln": 10**6,
-    "mio": 10**6,
-    "crore": 10**7,
-    "billion": 10**9,
-    "bn": 10**9,
-    "mrd": 10**9,
-    "trillion": 10**12,
-    "trn": 10**12,
-}
-_ORDINALS: Final = (
-    "third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth fifteenth sixteenth "
-    "seventeenth eighteenth nineteenth"
-)
+MAGNITUDES: Final[dict[str, int]] = _TABLES["magnitudes"]
 DENOMINATORS: Final = {
     "half": 2,
     "halve": 2,
     "quarter": 4,
-    **{word: value for value, word in enumerate(_ORDINALS.split(), start=3)},
+    **{word: value for value, word in enumerate(_WORDS["ordinals"], start=3)},
     **{word.removesuffix("y") + "ieth": value for word, value in _TENS.items()},
     **{f"{word}th": MAGNITUDES[word] for word in ("hundred", "thousand", "million", "billion")},
 }
 _SCALES: Final = {word: value for word, value in MAGNITUDES.items() if value >= 10**3}
 _ENGLISH_WORDS: Final = re.compile(r"[a-z]+(?:[ -]+[a-z]+){0,15}", re.IGNORECASE)
 _NEGATIVE_WORDS: Final = ("minus", "negative")
-_SPELLINGS: Final = {
-    "mm": "millimeter millimetre 毫米",
-    "cm": "centimeter centimetre cms 厘米 公分",
-    "dm": "decimeter decimetre 分米",
-    "m": "meter metre 米",
-    "km": "kilometer kilometre kms 千米 公里",
-    "in": "inch inche 英寸",
-    "ft": "foot feet 英尺",
-    "yd": "yard yds",
-    "mi": "mile 英里",
-    "mg": "milligram 毫克",
-    "g": "gram gramme gm gms 克",
-    "kg": "kilogram kilo kgs 千克 公斤",
-    "t": "ton tonne 吨",
-    "lb": "pound lbs",
-    "oz": "ounce",
-    "ml": "milliliter millilitre 毫升",
-    "l": "liter litre 升",
-    "gal": "gallon",
-    "ms": "millisecond 毫秒",
-    "s": "second sec secs 秒 秒钟",
-    "min": "minute mins 分钟",
-    "h": "hour hr hrs 小时",
-    "day": "天 日",
-    "year": "yr 年",
-    "deg": "degree 度",
-    "rad": "radian",
-    "usd": "dollar buck $ us$ 美元",
-    "eur": "euro € 欧元",
-    "gbp": "£",
-    "jpy": "yen ¥",
-    "inr": "rupee ₹ rs",
-    "cny": "yuan rmb 元 人民币",
-    "cent": "¢ penny pennie",
-    "n": "newton 牛 牛顿",
-    "j": "joule 焦 焦耳",
-    "w": "watt 瓦 瓦特",
-    "v": "volt 伏 伏特",
-    "a": "amp ampere",
-    "ohm": "Ω 欧姆",
-    "k": "kelvin",
-    "hz": "hertz 赫兹",
-    "pa": "pascal 帕",
-    "mol": "mole 摩尔",
-    "people": "person",
-    "children": "child",
-    "men": "man",
-    "women": "woman",
+CANONICAL: Final[dict[str, str]] = {
+    word: unit for unit, spellings in _TABLES["spellings"].items() for word in (unit, *spellings.split())
 }
-CANONICAL: Final = {word: unit for unit, words in _SPELLINGS.items() for word in (unit, *words.split())}
-_COMPOUND_UNITS: Final = {"mph": "mi/h", "kph": "km/h", "kmph": "km/h", "kmh": "km/h", "fps": "ft/s", "c": "deg c"}
-_MEGA: Final = frozenset({"MW", "MV", "MN", "MJ", "MHz", "MPa", "Mg", "Mm", "Ms"})
+_COMPOUND_UNITS: Final[dict[str, str]] = _TABLES["compounds"]
+_MEGA: Final = frozenset(_WORDS["mega"])
 """Units whose lower-case spelling means a thousandth."""
 _LARGE: Final = frozenset("NJWVAKL")
 """Units with one capital letter; other capitals do not stand for the lower-case letter's unit."""
-_ABBREVIATIONS: Final = (
-    "mm cm dm km in ft yd mi mg kg lb lbs oz ml mL gal ms min mins sec hr hrs mph kph kmph kmh fps Hz kHz MHz Pa kPa "
-    "mol rad deg USD usd EUR kW kWh gm gms cms kms pts pcs ppl yrs wks Rs INR RMB"
-)
-ABBREVIATIONS: Final = frozenset(_ABBREVIATIONS.split())
+ABBREVIATIONS: Final = frozenset(_WORDS["abbreviations"])
 """Abbreviations that are a unit right after a number, with or without a space."""
 SINGLE_LETTERS: Final = frozenset("mgshLlNJWV")
 """Single letters that are a unit after a number and a space."""
@@ -124,15 +45,16 @@ _FACTORS: Final = {
 }
 _POWERS_BEFORE: Final = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _POWERS_AFTER: Final = {"squared": 2, "cubed": 3}
-# A phrase with any of these is a sentence about the number instead of its unit; `mil` is ambiguous.
-_NO_UNIT_TEXT: Final = (
-    "a about almost am an and answer approximately approx around be but choose cubed doubled equal equals factorial "
-    "fake false for from gross guess halved if incorrect inverse inverted is it less maybe mil minus mod modulo more "
-    "nearly negated negative never no none nope nor not nothing only or other otherwise over perhaps plus pm possibly "
-    "probably quadrupled reciprocal remainder roughly score so than that the then this times to tripled true unless "
-    "untrue was with wrong yes you"
+DESCENDING: Final[list[list[str]]] = [units.split() for units in _TABLES["parts"].values()]
+"""Units in which several numbers give one quantity, the largest first."""
+_CHINESE_UNIT: Final = re.compile(
+    r"^(?P<body>.*[\d)}])\s*(?P<words>[\u4e00-\u9fff]+(?:/[\u4e00-\u9fff]+)?)\s*(?P<power>\^(?:\{\d\}|\d))?$"
 )
-_NO_UNIT_WORDS: Final = frozenset(_NO_UNIT_TEXT.split())
+_CHINESE_MAGNITUDES: Final[dict[str, int]] = _TABLES["chinese_magnitudes"]
+_AREAS: Final = {"平方": 2, "立方": 3}
+_COUNTERS: Final = frozenset(_TABLES["chinese"]["counters"])
+_NO_COUNTER: Final = frozenset(_TABLES["chinese"]["no_counter"])
+_NO_UNIT_WORDS: Final = frozenset(_WORDS["no_unit"])
 _ANOTHER_NUMBER: Final = re.compile(
     r"\b(?:below|googol|least|mille|most|myriad|sqrt|th|thou|too|basis points?)\b"
     rf"|^per (?:{'|'.join(MAGNITUDES)})s?$|^point (?:{'|'.join(_SMALL)})\b"
@@ -194,6 +116,29 @@ def unit_name(factors: Iterable[tuple[str, int]]) -> str:
         powers[name] = powers.get(name, 0) + power
     ordered = sorted((name, power) for name, power in powers.items() if power)
     return "·".join(name if power == 1 else f"{name}^{power}" for name, power in ordered)
+
+
+def chinese_unit(text: str) -> tuple[str, Unit] | None:
+    """(number, unit) of `5厘米`, `5 元/千克`, `5万`, `5个`."""
+    match = _CHINESE_UNIT.match(text)
+    if match is None:
+        return None
+    words, factor = match["words"], Fraction(1)
+    while words and words[0] in _CHINESE_MAGNITUDES and words not in CANONICAL and words[:2] not in ("千米", "千克"):
+        factor *= _CHINESE_MAGNITUDES[words[0]]
+        words = words[1:]
+    names = []
+    for index, word in enumerate(re.split(r"/|每", words) if words else []):
+        name, power = word, 1
+        for area, exponent in _AREAS.items():
+            if word.startswith(area):
+                name, power = word.removeprefix(area), exponent
+        if name not in CANONICAL and not (name[:1] in _COUNTERS and len(name) < 6 and _NO_COUNTER.isdisjoint(name)):
+            return None
+        names.append((CANONICAL.get(name, name), -power if index else power))
+    if match["power"] and names:
+        names[-1] = (names[-1][0], names[-1][1] * int(match["power"].strip("^{}")))
+    return match["body"], Unit(name=unit_name(names), factor=factor)
 
 
 def _factors(tokens: list[str]) -> list[tuple[str, int]] | None:
