@@ -63,7 +63,7 @@ def test_a_sweep_says_at_its_beginning_that_its_report_needs_scipy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: bool
 ) -> None:
     use_local_workers(monkeypatch)
-    monkeypatch.setattr("flatpeak.cli.sweep.find_spec", lambda name: None if missing else name)
+    monkeypatch.setattr("flatpeak.cli.train.find_spec", lambda name: None if missing else name)
     result = invoke(write_sweep(tmp_path, seeds=[1], settings={"training.steps": 1}))
     first = 'sweep: flatpeak report needs SciPy to compare the arms: pip install "flatpeak[experiments]"'
     assert result.stdout.splitlines()[0] == first if missing else "SciPy" not in result.stdout
