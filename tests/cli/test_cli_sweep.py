@@ -45,7 +45,7 @@ def test_the_last_line_counts_the_runs_and_the_first_says_that_the_report_will_n
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool, scipy: bool
 ) -> None:
     use_local_workers(monkeypatch)
-    monkeypatch.setattr("flatpeak.cli.sweep.find_spec", lambda name: name if scipy else None)
+    monkeypatch.setattr("flatpeak.cli.train.find_spec", lambda name: name if scipy else None)
     path = write_sweep(tmp_path, seeds=[1], settings={"training.steps": 1})
     result = invoke(path, *(["--json"] if as_json else []))
     assert result.exit_code == 0

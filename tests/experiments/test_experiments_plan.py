@@ -94,7 +94,7 @@ def test_a_prefix_has_another_fingerprint_where_an_earlier_step_or_the_seed_diff
             "sft": {"sft": "recipe.yaml", "settings": {"sft.steps": 2, "sft.batch_size": 4}},
         }
         plan = plan_of(tmp_path, prefix=prefix)
-        assert [run.prefix for run in plan.runs] == [step.fingerprint for step in plan.steps if step.name == "sft"]
+        assert [run.fingerprint for run in plan.runs] == [step.fingerprint for step in plan.steps if step.name == "sft"]
         return {(step.seed, step.name): step.fingerprint for step in plan.steps}
 
     first, again, other = prints(3), prints(3), prints(4)

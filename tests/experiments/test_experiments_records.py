@@ -72,7 +72,7 @@ def test_only_settings_that_can_change_a_result_count(
 def test_a_run_that_started_from_another_prefix_has_changed(tmp_path: Path) -> None:
     plan = build_plan(read_sweep(write_sweep(tmp_path, seeds=[1], prefix=PREFIX)), processes=2)
     (run,) = plan.runs
-    write_record(run, CellRecord(status="done", prefix=run.prefix))
+    write_record(run, CellRecord(status="done", prefix=run.fingerprint))
     assert changed_keys(run) is None
     write_record(run, CellRecord(status="done", prefix="another"))
     assert changed_keys(run) == "its prefix"

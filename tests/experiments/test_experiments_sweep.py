@@ -247,7 +247,7 @@ def test_runs_made_with_another_text_of_a_users_file_are_named_and_rerun_with_ov
     ("text", "problem"),
     [
         ("def first_letters(completions, **columns:\n", "SyntaxError"),
-        ("def last_letters(completions, **columns):\n    return [0.0]\n", "has no 'first_letters'"),
+        ("def last_letters(completions, **columns):\n    return [0.0]\n", "has no function 'first_letters'"),
     ],
 )
 def test_overwrite_deletes_no_run_that_its_functions_file_could_not_make_again(

@@ -8,7 +8,7 @@ import pytest
 
 from flatpeak.experiments.config import read_sweep
 from flatpeak.experiments.plan import build_plan
-from flatpeak.experiments.sweep_progress import SweepProgress, duration
+from flatpeak.experiments.sweep import SweepProgress, duration
 from support.sweeps import PREFIX, write_sweep
 
 

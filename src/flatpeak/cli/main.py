@@ -6,18 +6,90 @@ import os
 import sys
 import traceback
 import warnings
+from collections.abc import Sequence
 from io import TextIOWrapper
+from itertools import pairwise
 from pathlib import Path
+from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from flatpeak.cli import evaluate, export, plan, push, report, serve, settings, sweep, train
-from flatpeak.cli.doctor import doctor, run_directly
-from flatpeak.cli.usage import CommandGroup, SettingsCommand
+from flatpeak.cli import evaluate, publish, recipes, report, train
+from flatpeak.config.foreign_names import translate
 from flatpeak.distributed.launch import LOST_RANK_CODE, is_repeated, job_rank, job_size
-from flatpeak.errors import LostRankError, ReportedElsewhereError, RunError, UserError, explanation
+from flatpeak.errors import LostRankError, ReportedElsewhereError, RunError, UserError, explanation, nearest
 
 _python_format = warnings.formatwarning
+ELSEWHERE: Final = {
+    "compare": "flatpeak report RUN RUN compares runs, flatpeak eval MODEL MODEL compares models",
+    "evaluate": "flatpeak eval MODEL",
+    "generate": "flatpeak chat MODEL",
+    "help": "flatpeak --help",
+    "version": "flatpeak --version",
+}
+"""Names of commands that users look for, and where to find what they want."""
+
+
+class CommandGroup(TyperGroup):
+    """The commands of flatpeak, with a hint if a command has another name."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command with which the arguments begin. Raises UserError if another command does what its name says."""
+        if args[0] in ELSEWHERE:
+            raise UserError(f"no command {args[0]}: {ELSEWHERE[args[0]]}")
+        return super().resolve_command(ctx, args)
+
+
+class SettingsCommand(TyperCommand):
+    """A command that takes settings as KEY=VALUE."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments. Raises UserError if a setting is written as an option, or if there is no recipe."""
+        options = [name for parameter in self.get_params(ctx) for name in parameter.opts]
+        for argument, following in pairwise([*args, ""]):
+            if _is_setting(argument.partition("=")[0], options):
+                raise UserError(_without_dashes(argument, following))
+        words = [argument for argument in args if not argument.startswith("-")]
+        if not words and "recipe" in {parameter.name for parameter in self.params} and "--help" not in args:
+            raise UserError(
+                "RECIPE is missing: give a YAML file or a shipped recipe, such as flatpeak:demo, flatpeak:tasks/gsm8k "
+                "or flatpeak:math_qwen_24gb; `flatpeak recipes` lists them"
+            )
+        return super().parse_args(ctx, args)
+
+
+def _is_setting(name: str, options: list[str]) -> bool:
+    """Whether an unknown option must be meant as a setting: by its characters, or as a known or a distant name."""
+    if not name.startswith("--") or len(name) == 2 or name in options or name.replace("_", "-") in options:
+        return False
+    return "_" in name or "." in name or translate([name[2:]]) is not None or not nearest(name, options)
+
+
+def _without_dashes(argument: str, following: str) -> str:
+    from flatpeak.config.load import apply_overrides, parse_config
+
+    key, equals, value = argument.removeprefix("--").partition("=")
+    key, value = key.replace("-", "_"), value if equals else following
+    try:
+        parse_config(apply_overrides({}, [f"{key}={value}"]))
+    except UserError as error:
+        if str(error).startswith("unknown key"):
+            return f"--{key}: settings are key=value, without dashes; {error}"
+    return f"--{key}: settings are key=value, without dashes: {key}={value}"
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as a JSON list of objects.")] = False,
+) -> None:
+    """Check this machine and installation, and name a fix for each problem.
+
+    Changes and downloads nothing. The exit code is 1 if there is a problem, else 0.
+    """
+    from flatpeak.apps.doctor.checks import report
+
+    raise typer.Exit(report(as_json=as_json))
+
 
 app = typer.Typer(
     name="flatpeak",
@@ -32,24 +104,24 @@ app = typer.Typer(
 )
 # The list of commands would cut off the first sentence of some help texts; these have a shorter one.
 app.command("demo", cls=SettingsCommand)(train.demo)
-app.command("plan", cls=SettingsCommand, short_help="Show what a recipe will run, and whether it fits.")(plan.plan)
+app.command("plan", cls=SettingsCommand, short_help="Show what a recipe will run, and whether it fits.")(recipes.plan)
 app.command("sft", cls=SettingsCommand)(train.sft)
 app.command("train", cls=SettingsCommand, short_help="Train by reinforcement learning, after SFT if set.")(train.train)
 app.command("fork", cls=SettingsCommand, short_help="Train on from a checkpoint, with changed settings.")(train.fork)
 app.command("sweep", cls=SettingsCommand, short_help="Run arms, axes and seeds in parallel, into one table.")(
-    sweep.sweep
+    train.sweep
 )
 app.command("reward-model", cls=SettingsCommand)(train.reward_model)
 app.command("eval", cls=SettingsCommand)(evaluate.evaluate)
 app.command("chat")(evaluate.chat)
 app.command("grade", short_help="Grade answers against gold answers.")(evaluate.grade)
-app.command("export", short_help="Write a run's model as one Hugging Face directory.")(export.export)
-app.command("serve", short_help="Start a vLLM server for rollouts.")(serve.serve)
-app.command("push", short_help="Upload a run's model to the Hugging Face Hub.")(push.push)
+app.command("export", short_help="Write a run's model as one Hugging Face directory.")(publish.export)
+app.command("serve", short_help="Start a vLLM server for rollouts.")(publish.serve)
+app.command("push", short_help="Upload a run's model to the Hugging Face Hub.")(publish.push)
 app.command("explain", short_help="Show one group of a step as the algorithm saw it.")(report.explain)
 app.command("report", short_help="Rebuild report pages; compare runs, or a sweep's arms.")(report.report)
-app.command("settings", short_help="Explain the settings of a recipe.")(settings.settings)
-app.command("recipes", short_help="List the shipped recipes, or print one.")(settings.recipes)
+app.command("settings", short_help="Explain the settings of a recipe.")(recipes.settings)
+app.command("recipes", short_help="List the shipped recipes, or print one.")(recipes.recipes)
 app.command("doctor", short_help="Check this machine and installation.")(doctor)
 
 
@@ -68,7 +140,7 @@ def main() -> None:
     warnings.formatwarning = _format_warning
     _open_streams()
     try:
-        if (code := run_directly(sys.argv[1:])) is not None:
+        if (code := _run_doctor(sys.argv[1:])) is not None:
             sys.exit(code)
         app(prog_name="flatpeak")
     except ReportedElsewhereError:
@@ -84,6 +156,15 @@ def main() -> None:
     except Exception as error:
         line = explanation(error)
         _fail(traceback.format_exc().rstrip() if line is None else f"error: {' '.join(line.split())}", code=1)
+
+
+def _run_doctor(arguments: Sequence[str]) -> int | None:
+    """Run the doctor without typer's parsing of arguments, which needs pydantic; None for another command."""
+    if list(arguments) not in (["doctor"], ["doctor", "--json"]):
+        return None
+    from flatpeak.apps.doctor.checks import main
+
+    return main(as_json="--json" in arguments)
 
 
 def _open_streams() -> None:

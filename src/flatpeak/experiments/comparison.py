@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
@@ -66,7 +66,7 @@ class MetricOfArm:
     """By paired t on the shared seeds, or by Welch's t if no seed is shared; None for the baseline."""
     bootstrap: Difference | None
     """The BCa interval of the paired difference; None if no seed is shared."""
-    p_holm: float
+    p_holm: float = math.nan
     """Adjusted for the arms of this metric."""
     seeds_needed: int | None
     """For the observed paired difference, at the comparison's level and power; None if it cannot be computed."""
@@ -86,7 +86,7 @@ class OutcomeOfArm:
     """Wilson's 95% interval of the share."""
     mcnemar: McNemar | None
     """On the shared seeds; None for the baseline and if no seed is shared."""
-    p_holm: float
+    p_holm: float = math.nan
     seeds_needed: int | None
 
 
@@ -268,40 +268,36 @@ def _compare_metric(
 ) -> tuple[MetricOfArm, ...]:
     values = {arm.name: {seed: metric_value(row, column) for seed, row in arm.done.items()} for arm in arms}
     baseline = values[reference.name]
-    differences: dict[str, tuple[Difference, Difference | None]] = {}
+    results = []
     for arm in arms:
         own = values[arm.name]
         shared = sorted(own.keys() & baseline.keys())
-        if arm.name == reference.name or not own or not baseline:
-            continue
-        if shared:
+        difference = bootstrap = needed = None
+        if arm is not reference and shared:
             pair = [own[seed] for seed in shared], [baseline[seed] for seed in shared]
-            differences[arm.name] = paired_t(*pair), paired_bca(*pair)
-        else:
-            differences[arm.name] = welch(list(own.values()), list(baseline.values())), None
-    p_values = [tested.p for tested, _ in differences.values()]
-    adjusted = dict(zip(differences, holm(p_values, hypotheses=len(p_values)), strict=True))
-    result = []
-    for arm in arms:
-        difference, bootstrap = differences.get(arm.name, (None, None))
-        result.append(
+            difference, bootstrap = paired_t(*pair), paired_bca(*pair)
+        elif arm is not reference and own and baseline:
+            difference = welch(list(own.values()), list(baseline.values()))
+        if difference is not None and difference.sd > 0 and difference.estimate:
+            needed = seeds_needed(sd=difference.sd, difference=difference.estimate, alpha=alpha, power=power)
+        results.append(
             MetricOfArm(
                 arm=arm.name,
-                mean=mean_over_seeds(list(values[arm.name].values())),
+                mean=mean_over_seeds(list(own.values())),
                 never=sum(never_passed(row, column) for row in arm.done.values()),
                 difference=difference,
                 bootstrap=bootstrap,
-                p_holm=adjusted.get(arm.name, math.nan),
-                seeds_needed=_seeds_for(difference, alpha=alpha, power=power),
+                seeds_needed=needed,
             )
         )
-    return tuple(result)
+    adjusted = _holm([result.difference for result in results])
+    return tuple(replace(result, p_holm=p) for result, p in zip(results, adjusted, strict=True))
 
 
-def _seeds_for(difference: Difference | None, *, alpha: float, power: float) -> int | None:
-    if difference is None or not difference.sd > 0 or difference.estimate == 0:
-        return None
-    return seeds_needed(sd=difference.sd, difference=difference.estimate, alpha=alpha, power=power)
+def _holm(tests: Sequence[Difference | McNemar | None]) -> list[float]:
+    """The adjusted p-value of each test; NaN without a test."""
+    planned = [test for test in tests if test is not None]
+    return holm([math.nan if test is None else test.p for test in tests], hypotheses=len(planned))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -355,42 +351,33 @@ def _is_boolean(column: str, rows: Sequence[Row]) -> bool:
 def _compare_outcome(
     outcome: Outcome, arms: Sequence[ArmRuns], reference: ArmRuns, *, alpha: float, power: float
 ) -> tuple[OutcomeOfArm, ...]:
+    from flatpeak.functional.estimators import wilson_interval  # imported here because its package loads torch
+
     values = {arm.name: {seed: outcome.of(row) for seed, row in arm.done.items()} for arm in arms}
     baseline = values[reference.name]
-    tests: dict[str, McNemar] = {}
+    results = []
     for arm in arms:
-        shared = sorted(values[arm.name].keys() & baseline.keys())
-        if arm.name != reference.name and shared:
-            tests[arm.name] = mcnemar_exact(
-                [values[arm.name][seed] for seed in shared], [baseline[seed] for seed in shared]
-            )
-    adjusted = dict(zip(tests, holm([test.p for test in tests.values()]), strict=True))
-    result = []
-    for arm in arms:
-        known = [value for value in values[arm.name].values() if value is not None]
-        low, high = _wilson(sum(known), len(known))
-        test = tests.get(arm.name)
-        needed = None
+        own = values[arm.name]
+        shared = sorted(own.keys() & baseline.keys())
+        test = needed = None
+        if arm is not reference and shared:
+            test = mcnemar_exact([own[seed] for seed in shared], [baseline[seed] for seed in shared])
         if test is not None and test.only_a + test.only_baseline:
             shares = {"only_a": test.only_a / test.n, "only_baseline": test.only_baseline / test.n}
             needed = seeds_needed_mcnemar(**shares, alpha=alpha, power=power)
-        result.append(
+        known = [value for value in own.values() if value is not None]
+        low, high = wilson_interval(sum(known), len(known)) if known else (math.nan, math.nan)
+        results.append(
             OutcomeOfArm(
                 arm=arm.name,
                 yes=sum(known),
                 n=len(known),
-                left_out=len(arm.done) - len(known),
+                left_out=len(own) - len(known),
                 low=low,
                 high=high,
                 mcnemar=test,
-                p_holm=adjusted.get(arm.name, math.nan),
                 seeds_needed=needed,
             )
         )
-    return tuple(result)
-
-
-def _wilson(yes: int, n: int) -> tuple[float, float]:
-    from flatpeak.functional.estimators import wilson_interval
-
-    return wilson_interval(yes, n) if n else (math.nan, math.nan)
+    adjusted = _holm([result.mcnemar for result in results])
+    return tuple(replace(result, p_holm=p) for result, p in zip(results, adjusted, strict=True))

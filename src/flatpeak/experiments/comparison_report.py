@@ -22,6 +22,7 @@ from flatpeak.experiments.comparison import (
     never_passed,
     settings_key,
 )
+from flatpeak.experiments.mcnemar import McNemar
 from flatpeak.experiments.plots import (
     ArmStyle,
     PairedValues,
@@ -145,14 +146,13 @@ def _unfinished_lines(comparison: Comparison) -> list[str]:
     for (arm, status, reason), own in seeds.items():
         word = "seed" if len(own) == 1 else "seeds"
         lines.append(f"- {arm}, {word} {', '.join(own)}: {status}" + (f" ({reason})" if reason else ""))
-    return ["Not done, and in no figure below:", "\n".join(lines), *_lost_baseline(comparison)]
-
-
-def _lost_baseline(comparison: Comparison) -> list[str]:
+    paragraphs = ["Not done, and in no figure below:", "\n".join(lines)]
     name = comparison.baseline
-    if any(arm.done for arm in comparison.arms if arm.name == name):
-        return []
-    return [f"The baseline {name} has no finished run: no arm is compared with it; `--baseline ARM` takes another."]
+    if not any(arm.done for arm in comparison.arms if arm.name == name):
+        paragraphs.append(
+            f"The baseline {name} has no finished run: no arm is compared with it; `--baseline ARM` takes another."
+        )
+    return paragraphs
 
 
 def _metric_table(arms: Sequence[MetricOfArm], comparison: Comparison) -> str:
@@ -162,14 +162,9 @@ def _metric_table(arms: Sequence[MetricOfArm], comparison: Comparison) -> str:
     rows = []
     for arm in arms:
         cells = [arm.arm, _of(arm.mean.n, planned[arm.arm]), _with_interval(arm.mean), format_number(arm.mean.sd)]
-        difference = arm.difference
-        if difference is None:
-            rows.append(cells + [""] * (len(header) - len(cells)))
-            continue
-        bootstrap = arm.bootstrap
-        rows.append(
-            [
-                *cells,
+        difference, bootstrap = arm.difference, arm.bootstrap
+        if difference is not None:
+            cells += [
                 str(difference.n) if difference.paired else "none (Welch)",
                 _with_interval(difference),
                 "-" if bootstrap is None else _interval(bootstrap.low, bootstrap.high),
@@ -179,7 +174,7 @@ def _metric_table(arms: Sequence[MetricOfArm], comparison: Comparison) -> str:
                 format_number(difference.d_z),
                 "-" if arm.seeds_needed is None else str(arm.seeds_needed),
             ]
-        )
+        rows.append(cells)
     return markdown_table(header, rows)
 
 
@@ -194,19 +189,18 @@ def _outcome_table(arms: Sequence[OutcomeOfArm], comparison: Comparison) -> str:
         cells = [arm.arm, f"{arm.yes} of {_of(arm.n, planned[arm.arm])}"]
         cells.append(f"{format_number(share)} {_interval(arm.low, arm.high)}")
         test = arm.mcnemar
-        if test is None:
-            rows.append(cells + [""] * (len(header) - len(cells)))
-            continue
-        difference = f"{format_number(test.estimate)} {_interval(test.low, test.high)}"
-        counts = [str(test.n), str(test.only_a), str(test.only_baseline), difference]
-        needed = "-" if arm.seeds_needed is None else str(arm.seeds_needed)
-        rows.append([*cells, *counts, format_p(test.p), format_p(arm.p_holm), needed])
+        if test is not None:
+            cells += [str(test.n), str(test.only_a), str(test.only_baseline), _with_interval(test)]
+            cells += [format_p(test.p), format_p(arm.p_holm)]
+            cells.append("-" if arm.seeds_needed is None else str(arm.seeds_needed))
+        rows.append(cells)
     return markdown_table(header, rows)
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose columns are also aligned as plain text."""
-    escaped = [[cell.replace("|", "\\|") for cell in row] for row in (header, *rows)]
+    """A Markdown table whose columns are also aligned as plain text; cells that a row lacks are empty."""
+    whole = [[*row, *[""] * (len(header) - len(row))] for row in (header, *rows)]
+    escaped = [[cell.replace("|", "\\|") for cell in row] for row in whole]
     widths = [max(len(row[index]) for row in escaped) for index in range(len(header))]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in escaped
@@ -219,7 +213,7 @@ def _of(n: int, planned: int) -> str:
     return str(n) if n == planned else f"{n} ({planned - n} missing)"
 
 
-def _with_interval(value: MeanEstimate | Difference) -> str:
+def _with_interval(value: MeanEstimate | Difference | McNemar) -> str:
     return f"{format_number(value.estimate)} {_interval(value.low, value.high)}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,8 +12,9 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from flatpeak.config.error_messages import describe_errors
 from flatpeak.config.load import SHIPPED, apply_overrides, merge, parse_file
-from flatpeak.errors import UserError
+from flatpeak.errors import UserError, did_you_mean
 from flatpeak.utils.schema import StrictConfig
+from flatpeak.utils.user_code import one_line
 
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 """Allowed names of arms and prefix steps, because they are names of directories."""
@@ -280,3 +282,27 @@ def dotted(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[path] = value
     return flat
+
+
+def check_defined(reference: str, *, where: str) -> None:
+    """UserError, which begins with `where`, if the file of `file.py:name` is missing or defines no such name.
+
+    The file is not run, and modules are not searched.
+    """
+    source, _, name = reference.rpartition(":")
+    if not source or not name:
+        raise UserError(f"{where}={reference!r}: write file.py:function or module:function")
+    if not source.endswith(".py"):
+        return
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise UserError(f"{where}: there is no file {source}; give a path that exists")
+    try:
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UserError(f"{where}: {source} is not Python ({one_line(error)})") from None
+    names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    names |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
+    if name not in names and "*" not in names:
+        raise UserError(f"{where}: {source} has no function {name!r}{did_you_mean(name, names)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import itertools
 import json
@@ -11,70 +10,75 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flatpeak.config.load import apply_settings, load_recipe, parse_config
 from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.launch import check_alone
 from flatpeak.errors import UserError, did_you_mean, nearest
-from flatpeak.experiments.config import ArmConfig, PrefixStepConfig, SweepConfig
-from flatpeak.experiments.tuning import TunedValues, best_values, read_tuning
+from flatpeak.experiments.config import ArmConfig, PrefixStepConfig, SweepConfig, check_defined
+from flatpeak.experiments.table import TunedValues, best_values, read_tuning
 from flatpeak.runs.manifest import flatten
 from flatpeak.utils.machine import usable_cores
 from flatpeak.utils.redaction import redact
 
 _PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._+-]+")
+RECORD = "sweep.json"
+"""The sweep's file in a run's directory."""
+LOG = "output.log"
+"""The prints of a run."""
 _OWN_KEYS = ("run.name", "run.directory", "run.seed")
 _LONGEST_VALUE = 40
 """The most characters of an axis's value in a directory's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefixStep:
-    """One prefix step of one seed."""
+class Cell:
+    """What a sweep makes in one job: a prefix step of a seed, or a run."""
 
     seed: int
     name: str
-    config: PrefixStepConfig
-    """The step in the sweep file, with `${seed}` and `${prefix}` replaced."""
+    label: str
+    """Its name in messages."""
+    group: str
+    """The arm or the step, whose cells take about as long."""
     path: Path
-    """The directory that the step creates."""
+    """The directory that it creates."""
+    record: Path
+    """The file with its outcome."""
+    log: Path
+    """The file with its prints."""
     recipe: RunConfig | None
-    """The checked recipe of SFT or of a reward model."""
+    """The checked recipe; None for a call."""
     written: Mapping[str, Any] | None
     """The same recipe before its defaults are added."""
+    after: PrefixStep | None
+    """The prefix step that it directly follows."""
     fingerprint: str
-    """A hash of everything that determines its result, including earlier steps."""
-
-    @property
-    def label(self) -> str:
-        """The name of the step in messages."""
-        return f"prefix/{self.path.parent.name}/{self.name}"
+    """A hash of everything that determines a prefix step, including earlier steps; of a run, its last step's."""
+    kind: Literal["train", "sft", "reward_model", "call"] = "train"
+    call: str | None = None
+    """The function that is called."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedRun:
+class PrefixStep(Cell):
+    """One prefix step of one seed. Only the step fills its directory, so its record and its prints are beside it."""
+
+    arguments: Mapping[str, Any]
+    """Those of a call, with `${seed}` and `${prefix}` replaced."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun(Cell):
     """One run of a sweep: an arm, values of the axes, and a seed."""
 
     arm: str
     axes: Mapping[str, Any]
-    seed: int
-    name: str
-    """Its name within the sweep, such as `gr,strength=1/seed-100`."""
-    path: Path
     recipe: RunConfig
-    written: Mapping[str, Any]
-    """The resolved recipe before its defaults are added."""
-    prefix: str
-    """The fingerprint of the seed's last prefix step; empty without a prefix."""
     settings: Mapping[str, Any]
     """The columns of the table in which the runs of the sweep differ."""
-
-    @property
-    def label(self) -> str:
-        """The name of the run in messages."""
-        return self.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +97,9 @@ class SweepPlan:
     """A line for each arm whose values were chosen from another sweep's table."""
 
     @property
-    def by_seed(self) -> list[PrefixStep | PlannedRun]:
+    def by_seed(self) -> list[Cell]:
         """Prefix steps and runs, seed by seed, so that pairs of arms are complete early."""
-        cells: list[PrefixStep | PlannedRun] = []
+        cells: list[Cell] = []
         for seed in self.config.seeds:
             cells += [step for step in self.steps if step.seed == seed]
             cells += [run for run in self.runs if run.seed == seed]
@@ -124,14 +128,14 @@ def build_plan(config: SweepConfig, *, processes: int | None = None) -> SweepPla
     count = process_count(variants, config, processes)
     threads = 1 if count > 1 else None
     steps: list[PrefixStep] = []
-    last: dict[int, str] = {}
+    last: dict[int, PrefixStep | None] = {}
     for seed in config.seeds:
         place = directory / "prefix" / f"seed-{seed}"
-        before = ""
+        after: PrefixStep | None = None
         for name, step in config.prefix.items():
-            steps.append(_plan_step(step, name, seed=seed, place=place, before=before, threads=threads))
-            before = steps[-1].fingerprint
-        last[seed] = before
+            after = _plan_step(step, name, seed=seed, place=place, after=after, threads=threads)
+            steps.append(after)
+        last[seed] = after
     configs = {
         (variant.name, seed): _resolve(variant, seed, config=config, directory=directory, threads=threads)
         for variant in variants
@@ -139,17 +143,7 @@ def build_plan(config: SweepConfig, *, processes: int | None = None) -> SweepPla
     }
     columns, settings = _differences(variants, [configs[variant.name, config.seeds[0]][1] for variant in variants])
     runs = tuple(
-        PlannedRun(
-            arm=variant.arm,
-            axes=variant.axes,
-            seed=seed,
-            name=f"{variant.name}/seed-{seed}",
-            path=directory / "runs" / variant.name / f"seed-{seed}",
-            recipe=configs[variant.name, seed][1],
-            written=configs[variant.name, seed][0],
-            prefix=last[seed],
-            settings=settings[variant.name],
-        )
+        _plan_run(variant, seed, directory / "runs", configs[variant.name, seed], last[seed], settings[variant.name])
         for variant in variants
         for seed in sorted(config.seeds)
     )
@@ -160,16 +154,35 @@ def build_plan(config: SweepConfig, *, processes: int | None = None) -> SweepPla
         steps=tuple(steps),
         runs=runs,
         processes=count,
-        choices=tuple(_choice(arm, values, config) for arm, values in tuned.items()),
+        choices=tuple(f"arm {arm}: {values}" for arm, values in tuned.items()),
     )
 
 
-def _choice(arm: str, values: TunedValues, config: SweepConfig) -> str:
-    axes = ", ".join(f"{key}={value}" for key, value in values.axes.items())
-    metric = config.tuned_on.metric if config.tuned_on else ""
-    return (
-        f"arm {arm}: {axes}, best of {values.candidates} by {metric} "
-        f"({values.mean:.4g} over {len(values.seeds)} tuning seeds)"
+def _plan_run(
+    variant: _Variant,
+    seed: int,
+    directory: Path,
+    resolved: tuple[dict[str, Any], RunConfig],
+    after: PrefixStep | None,
+    settings: Mapping[str, Any],
+) -> PlannedRun:
+    name = f"{variant.name}/seed-{seed}"
+    path = directory / name
+    return PlannedRun(
+        seed=seed,
+        name=name,
+        label=name,
+        group=variant.arm,
+        path=path,
+        record=path / RECORD,
+        log=path / LOG,
+        recipe=resolved[1],
+        written=resolved[0],
+        after=after,
+        fingerprint=after.fingerprint if after else "",
+        arm=variant.arm,
+        axes=variant.axes,
+        settings=settings,
     )
 
 
@@ -251,13 +264,19 @@ def _file_name(value: Any) -> str:
 def _resolve(
     variant: _Variant, seed: int, *, config: SweepConfig, directory: Path, threads: int | None
 ) -> tuple[dict[str, Any], RunConfig]:
-    """The recipe of one run, before and after its defaults are added."""
+    """The recipe of one run, before and after its defaults are added.
+
+    Its trackers, if it has any, group the runs of the sweep and tag them with arm and seed.
+    """
     name = f"{variant.name}/seed-{seed}"
     prefix = directory / "prefix" / f"seed-{seed}" if config.prefix else None
     try:
         recipe = substitute(variant.recipe, seed=seed, prefix=prefix)
         written = _own(recipe, name=name, directory=directory / "runs", seed=seed, threads=threads)
-        written = _with_group(written, sweep=config.name, arm=variant.arm, seed=seed)
+        tracking = written.get("tracking")
+        if isinstance(tracking, Mapping) and tracking:
+            tags = {**(tracking.get("tags") or {}), "sweep": config.name, "arm": variant.arm, "seed": seed}
+            written["tracking"] = {"group": config.name, **tracking, "tags": tags}
         resolved = parse_config(written)
         check_alone(resolved.distributed, "runs of a sweep")
         return written, resolved
@@ -274,29 +293,18 @@ def _own(recipe: Mapping[str, Any], *, name: str, directory: Path, seed: int, th
     return apply_settings(recipe, own)
 
 
-def _with_group(recipe: Mapping[str, Any], *, sweep: str, arm: str, seed: int) -> dict[str, Any]:
-    """The recipe with the sweep as the group of its trackers, if it has any, and with tags for arm and seed."""
-    tracking = recipe.get("tracking")
-    if not isinstance(tracking, Mapping) or not tracking:
-        return dict(recipe)
-    tags = tracking.get("tags")
-    own = {"sweep": sweep, "arm": arm, "seed": seed}
-    return {**recipe, "tracking": {"group": sweep, **tracking, "tags": {**(tags or {}), **own}}}
-
-
 def _plan_step(
-    step: PrefixStepConfig, name: str, *, seed: int, place: Path, before: str, threads: int | None
+    step: PrefixStepConfig, name: str, *, seed: int, place: Path, after: PrefixStep | None, threads: int | None
 ) -> PrefixStep:
-    label = f"prefix.{name}"
     written: dict[str, Any] | None = None
     recipe = None
-    facts: dict[str, Any] = {"kind": step.kind, "seed": seed, "before": before}
+    facts: dict[str, Any] = {"kind": step.kind, "seed": seed, "before": after.fingerprint if after else ""}
     try:
         step = PrefixStepConfig.model_validate(
             substitute(step.model_dump(exclude_defaults=True), seed=seed, prefix=place)
         )
         if step.call is not None:
-            _check_call(step.call)
+            check_defined(step.call, where="call")
             facts |= {"call": step.call.rpartition("/")[2], "arguments": step.arguments}
         else:
             content = apply_settings(load_recipe(step.sft or step.reward_model or ""), step.settings)
@@ -308,40 +316,23 @@ def _plan_step(
             if step.sft is not None and not recipe.sft.steps:
                 raise UserError("sft.steps=0: there is nothing to train; set sft.steps in its recipe or settings")
     except UserError as error:
-        raise UserError(f"{label}: {error}") from None
-    fingerprint = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+        raise UserError(f"prefix.{name}: {error}") from None
     return PrefixStep(
-        seed=seed, name=name, config=step, path=place / name, recipe=recipe, written=written, fingerprint=fingerprint
+        seed=seed,
+        name=name,
+        label=f"prefix/{place.name}/{name}",
+        group=f"prefix/{name}",
+        path=place / name,
+        record=place / f"{name}.json",
+        log=place / f"{name}.log",
+        recipe=recipe,
+        written=written,
+        after=after,
+        fingerprint=hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest(),
+        kind=step.kind,
+        call=step.call,
+        arguments=step.arguments,
     )
-
-
-def _check_call(call: str) -> None:
-    """UserError if the file of a call is missing or defines no such name; the file is not run."""
-    source, _, function = call.rpartition(":")
-    if not source or not function:
-        raise UserError(f"call={call!r}: write file.py:function or module:function")
-    if not source.endswith(".py"):
-        return
-    if not Path(source).is_file():
-        raise UserError(f"call: there is no file {source}; give a path relative to the sweep file")
-    try:
-        tree = ast.parse(Path(source).read_text(encoding="utf-8"))
-    except (SyntaxError, ValueError) as error:
-        raise UserError(f"call: {source} is not Python ({error})") from None
-    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    names |= {target.id for node in ast.walk(tree) if isinstance(node, ast.Assign) for target in _names(node)}
-    names |= {
-        alias.asname or alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-    }
-    if function not in names and "*" not in names:
-        raise UserError(f"call: {source} has no function {function!r}{did_you_mean(function, names)}")
-
-
-def _names(node: ast.Assign) -> list[ast.Name]:
-    return [target for target in node.targets if isinstance(target, ast.Name)]
 
 
 def substitute(value: Any, *, seed: int, prefix: Path | None) -> Any:

@@ -1,14 +1,15 @@
-"""Sweeps: many runs from one file, in parallel and resumable, with a table of the results."""
+"""Sweeps: many runs from one file, in parallel and resumable, with a table of the results and a line per run."""
 
 from __future__ import annotations
 
 import os
 import selectors
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import yaml
@@ -16,16 +17,13 @@ import yaml
 from flatpeak.errors import UserError
 from flatpeak.experiments.cell_worker import WorkerProcess
 from flatpeak.experiments.config import SweepConfig, read_sweep
-from flatpeak.experiments.plan import PlannedRun, PrefixStep, SweepPlan, build_plan
+from flatpeak.experiments.plan import Cell, PlannedRun, PrefixStep, SweepPlan, build_plan
 from flatpeak.experiments.records import (
     CellRecord,
-    call_of,
+    affected,
     cell_state,
-    changed_code,
-    changed_keys,
+    changed_code_lines,
     check_functions,
-    has_steps,
-    log_path,
     prune_checkpoints,
     read_record,
     refuse_changed,
@@ -33,19 +31,18 @@ from flatpeak.experiments.records import (
     write_record,
 )
 from flatpeak.experiments.results import TableWriter
-from flatpeak.experiments.sweep_progress import SweepProgress
 from flatpeak.runs.directory import RunLock
 from flatpeak.runs.files import write_atomic
 from flatpeak.runs.signals import StopSignals
 from flatpeak.utils.redaction import redact
 from flatpeak.utils.user_code import file_digest
 
-Cell = PrefixStep | PlannedRun
 Phase = Literal["waiting", "busy", "done", "failed", "stopped", "unneeded"]
 """The phase of a cell in this start of the sweep; a prefix step is unneeded if every run of its seed is done."""
 SECONDS_BETWEEN_LOOKS = 0.5
 """The time between checks for signals and dead workers."""
 _LOCK = ".lock"
+_MINUTE, _HOUR = 60, 3600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +83,7 @@ def run_sweep(
     config = sweep if isinstance(sweep, SweepConfig) else read_sweep(sweep, settings)
     plan = plan_sweep(config, processes)
     notice = notice or _print_line
-    with closing(_Lock(plan.directory)):
+    with _locked(plan.directory):
         if overwrite:
             doomed = affected(plan)
             for cell in doomed:
@@ -94,7 +91,7 @@ def run_sweep(
             for cell in doomed:
                 remove_cell(cell)
         refuse_changed(config.name, plan.by_seed)
-        for line in _changed_code_lines(plan):
+        for line in changed_code_lines(plan):
             notice(line)
         content = yaml.safe_dump(redact(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
         write_atomic(plan.directory / "sweep.yaml", content)
@@ -119,55 +116,29 @@ def visible_gpus(plan: SweepPlan) -> list[str]:
     return listed[:count] if listed else [str(index) for index in range(count)]
 
 
-def affected(plan: SweepPlan) -> list[Cell]:
-    """The cells whose settings or code changed, and all cells of the same seed after a changed prefix step."""
-    cells: list[Cell] = []
-    changed_seeds: set[int] = set()
-    for cell in plan.by_seed:
-        if cell.seed in changed_seeds or changed_keys(cell) is not None or changed_code(cell):
-            cells.append(cell)
-            if isinstance(cell, PrefixStep):
-                changed_seeds.add(cell.seed)
-    return cells
-
-
-def _changed_code_lines(plan: SweepPlan) -> list[str]:
-    """A line for each user's function whose file has changed since cells on disk were made with it."""
-    made: dict[str, list[str]] = {}
-    for cell in plan.by_seed:
-        for function in changed_code(cell) if has_steps(cell) else ():
-            made.setdefault(function, []).append(cell.label)
-    return [
-        f"{labels[0]}{f' and {len(labels) - 1} more' if len(labels) > 1 else ''} ran with another text of the file "
-        f"of {function}, and the table will hold both: put that text back, or rerun with --overwrite"
-        for function, labels in made.items()
-    ]
-
-
 def _print_line(text: str) -> None:
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
 
-class _Lock:
-    """The lock on a sweep's directory, against a second process."""
-
-    def __init__(self, directory: Path) -> None:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._lock = RunLock(directory / _LOCK)
-        except UserError:
-            raise UserError(
-                f"{directory}: another process works on this sweep; wait for it or stop it, or choose another name="
-            ) from None
-        except OSError as error:
-            raise UserError(
-                f"{directory} cannot be written ({error.strerror}): choose another directory= or name="
-            ) from error
-
-    def close(self) -> None:
-        """Release the lock on the directory."""
-        self._lock.release()
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """A context in which no second process works on the sweep's directory."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(directory / _LOCK)
+    except UserError:
+        raise UserError(
+            f"{directory}: another process works on this sweep; wait for it or stop it, or choose another name="
+        ) from None
+    except OSError as error:
+        raise UserError(
+            f"{directory} cannot be written ({error.strerror}): choose another directory= or name="
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class _Sweep:
@@ -247,11 +218,10 @@ class _Sweep:
                 return
             idle = [worker for worker in self.workers if worker.index not in self.busy and worker.is_alive()]
             worker = idle[0] if idle else self._start_worker()
-            if isinstance(cell, PrefixStep) and cell.config.kind == "call":
+            if cell.call is not None:
                 remove_cell(cell)  # the remains of an interrupted call
-            call = call_of(cell)
-            code = None if call is None else file_digest(call)
-            write_record(cell, CellRecord(status="started", prefix=_fingerprint(cell), code=code))
+            code = None if cell.call is None else file_digest(cell.call)
+            write_record(cell, CellRecord(status="started", prefix=cell.fingerprint, code=code))
             self.phases[cell.label] = "busy"
             self.busy[worker.index] = cell
             worker.send(self._job(cell))
@@ -261,24 +231,14 @@ class _Sweep:
         for cell in self.cells:
             if self.phases[cell.label] != "waiting":
                 continue
-            before = self._before(cell)
-            phase = self.phases[before.label] if before else "done"
-            if phase == "done":
+            if cell.after is None or self.phases[cell.after.label] == "done":
                 return cell
-            if phase == "failed" and before is not None:
-                reason = self.reasons[before.label]
-                if isinstance(before, PrefixStep) and not reason.startswith("prefix step "):
-                    reason = f"prefix step {before.name} failed: {reason}"
+            if self.phases[cell.after.label] == "failed":
+                reason = self.reasons[cell.after.label]
+                if not reason.startswith("prefix step "):
+                    reason = f"prefix step {cell.after.name} failed: {reason}"
                 self._finish(cell, "failed", reason)
         return None
-
-    def _before(self, cell: Cell) -> PrefixStep | None:
-        """The prefix step that a cell directly follows."""
-        steps = [step for step in self.plan.steps if step.seed == cell.seed]
-        if isinstance(cell, PlannedRun):
-            return steps[-1] if steps else None
-        index = next(number for number, step in enumerate(steps) if step.name == cell.name)
-        return steps[index - 1] if index else None
 
     def _start_worker(self) -> WorkerProcess:
         used = {worker.index for worker in self.workers}
@@ -290,18 +250,18 @@ class _Sweep:
         return worker
 
     def _job(self, cell: Cell) -> dict[str, Any]:
-        job: dict[str, Any] = {
-            "kind": "train" if isinstance(cell, PlannedRun) else cell.config.kind,
+        return {
+            "kind": cell.kind,
             "path": str(cell.path),
-            "log": str(log_path(cell)),
+            "log": str(cell.log),
             "recipe": cell.written,
             "keep": self.plan.config.keep if isinstance(cell, PlannedRun) else "all",
             "report": self.plan.config.report,
             "command": self.command,
+            "call": cell.call,
+            "seed": cell.seed,
+            "arguments": cell.arguments if isinstance(cell, PrefixStep) else {},
         }
-        if isinstance(cell, PrefixStep) and cell.config.kind == "call":
-            job |= {"call": cell.config.call, "seed": cell.seed, "arguments": cell.config.arguments}
-        return job
 
     def _collect(self, *, stopping: bool) -> None:
         """Wait briefly for outcomes, and process those that arrive."""
@@ -332,7 +292,7 @@ class _Sweep:
     ) -> None:
         """Record the outcome of a cell, on disk and in the display."""
         begun = read_record(cell) or CellRecord(status=status)
-        record = replace(begun, status=status, reason=reason, prefix=_fingerprint(cell), seconds=seconds)
+        record = replace(begun, status=status, reason=reason, prefix=cell.fingerprint, seconds=seconds)
         write_record(cell, record)
         if isinstance(cell, PlannedRun) and status != "failed" and cell_state(cell).status == "done":
             status = "done"
@@ -348,7 +308,7 @@ class _Sweep:
             if worker.index in self.busy:
                 worker.kill()
                 cell = self.busy.pop(worker.index)
-                record = read_record(cell) or CellRecord(status="stopped", prefix=_fingerprint(cell))
+                record = read_record(cell) or CellRecord(status="stopped", prefix=cell.fingerprint)
                 write_record(cell, replace(record, status="stopped"))
                 self.phases[cell.label] = "stopped"
             worker.close()
@@ -369,5 +329,60 @@ class _Sweep:
         )
 
 
-def _fingerprint(cell: Cell) -> str:
-    return cell.prefix if isinstance(cell, PlannedRun) else cell.fingerprint
+class SweepProgress:
+    """Lines about a sweep's cells, and the durations from which the time left is estimated."""
+
+    def __init__(self, plan: SweepPlan, *, notice: Callable[[str], None]) -> None:
+        self.plan = plan
+        self.notice = notice
+        self._seconds: dict[str, list[float]] = {}
+        """Durations of finished cells, by arm or prefix step."""
+
+    def begin(self, phases: Mapping[str, str]) -> None:
+        """Print how much there is to do."""
+        runs = len(self.plan.runs)
+        done = sum(phases[run.label] == "done" for run in self.plan.runs)
+        kept = f", {done} of them done" if done else ""
+        processes = "1 process" if self.plan.processes == 1 else f"{self.plan.processes} processes"
+        for line in self.plan.choices:
+            self.notice(line)
+        self.notice(f"sweep {self.plan.config.name}: {runs} runs{kept}, {processes}, in {self.plan.directory}")
+
+    def observe(self, cell: Cell, seconds: float) -> None:
+        """Record the duration of a finished cell, also from earlier starts of the sweep."""
+        self._seconds.setdefault(cell.group, []).append(seconds)
+
+    def finish(self, cell: Cell, status: str, *, reason: str | None, seconds: float, phases: Mapping[str, str]) -> None:
+        """Print the outcome of a cell, the counts of runs, and the time left."""
+        if status == "done":
+            self.observe(cell, seconds)
+        done, failed = (sum(phases[run.label] == kind for run in self.plan.runs) for kind in ("done", "failed"))
+        left = len(self.plan.runs) - done - failed
+        counts = f"{done} done" + (f", {failed} failed" if failed else "") + f", {left} left"
+        expected = self.seconds_left(phases)
+        time_left = "" if expected is None or not left else f", about {duration(expected)}"
+        if status == "done":
+            outcome = f"done in {seconds:.1f} s"
+        else:
+            outcome = f"{status}: {reason}" if reason else status
+        self.notice(f"[{counts}{time_left}] {cell.label} {outcome}")
+
+    def seconds_left(self, phases: Mapping[str, str]) -> float | None:
+        """Seconds for all unfinished cells, each estimated by the mean duration of its arm or prefix step.
+
+        An arm without finished runs counts as the mean of the others; None before the first run is finished.
+        """
+        means = {kind: fmean(values) for kind, values in self._seconds.items()}
+        arms = [means[arm] for arm in self.plan.config.arms if arm in means]
+        if not arms:
+            return None
+        mean = fmean(arms)
+        waiting = [cell for cell in self.plan.by_seed if phases[cell.label] in ("waiting", "busy")]
+        return sum(means.get(cell.group, mean) for cell in waiting) / self.plan.processes
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words, such as `40 s`, `12 min` or `3.1 h`."""
+    if seconds < 2 * _MINUTE:
+        return f"{seconds:.0f} s"
+    return f"{seconds / _MINUTE:.0f} min" if seconds < 2 * _HOUR else f"{seconds / _HOUR:.1f} h"
