@@ -53,7 +53,7 @@ GPU_KEY_MULTIPLE = 64
 
 
 class DecodeAttention(Protocol):
-    """Attention of one new token per slot over a cache, on one kind of device (decode_attention_cpu, _gpu)."""
+    """Attention of one new token per slot over a cache, on one kind of device (decoding_attention.py)."""
 
     def rearranged(self, cache: KeyValueCache) -> None:
         """Handle slots or prompts that have been filled, moved or emptied."""
