@@ -13,6 +13,7 @@ import shutil
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ _holders: weakref.WeakKeyDictionary[nn.Module, weakref.ref[object]] = weakref.We
 """The policy that holds each model, while both exist."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class TrainingForward:
     """The replacement of one layer's `forward`; passes without gradients run the layer unchanged.
 
@@ -41,10 +43,9 @@ class TrainingForward:
     the copy's weights.
     """
 
-    def __init__(self, layer: nn.Module, *, recompute: bool, compiled: Forward | None) -> None:
-        self.layer = layer
-        self.recompute = recompute
-        self.compiled = compiled
+    layer: nn.Module
+    recompute: bool
+    compiled: Forward | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer; with gradients, as training requires."""
@@ -81,7 +82,7 @@ def training_layers(model: Any, *, recompute: bool, compiled: bool) -> Iterator[
         kind: torch.compile(kind.forward, dynamic=True) for kind in {type(layer) for layer in layers} if compiled
     }
     for layer in layers:
-        setattr(layer, "forward", TrainingForward(layer, recompute=recompute, compiled=by_class.get(type(layer))))  # noqa: B010
+        setattr(layer, "forward", TrainingForward(layer=layer, recompute=recompute, compiled=by_class.get(type(layer))))  # noqa: B010
     try:
         yield
     finally:

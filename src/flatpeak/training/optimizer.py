@@ -100,14 +100,10 @@ def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> fl
     """The rate of step 1, 2, ...: a linear warm-up, then constant, or down to final_fraction at the last step."""
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
-    progress = (step - 1 - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps)
-    remaining = {
-        "constant": 1.0,
-        "linear": 1 - progress,
-        "cosine": (1 + math.cos(math.pi * progress)) / 2,
-    }[config.schedule]
     if config.schedule == "constant":
         return config.learning_rate
+    progress = (step - 1 - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps)
+    remaining = {"linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[config.schedule]
     return config.learning_rate * (config.final_fraction + (1 - config.final_fraction) * remaining)
 
 

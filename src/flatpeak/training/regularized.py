@@ -59,21 +59,17 @@ def second_pass_loss(
     else:
         loss_T = F.frozen_policy_loss(logprobs_T, first.coefficients_T)
         if mode == "importance":
-            loss_T = torch.where(first.capped_T, loss_T, _reweighted(objective, first, logprobs_T, batch))
+            by_token = objective.config.ratio == "token"
+            reweighted_T = F.reweighted_policy_loss(
+                logprobs_T,
+                first.logprobs_T,
+                first.coefficients_T,
+                sequence_T=None if by_token else batch.sequence_T,
+                num_sequences=len(batch.lengths_N),
+            )
+            loss_T = torch.where(first.capped_T, loss_T, reweighted_T)
     others_T = objective.other_terms(logprobs_T, entropy_T, batch)
     return loss_T if others_T is None else loss_T + others_T
-
-
-def _reweighted(objective: Objective, first: FirstPass, logprobs_T: Tensor, batch: Batch) -> Tensor:
-    if objective.config.ratio == "token":
-        return F.reweighted_policy_loss(logprobs_T, first.logprobs_T, first.coefficients_T)
-    return F.reweighted_policy_loss(
-        logprobs_T,
-        first.logprobs_T,
-        first.coefficients_T,
-        sequence_T=batch.sequence_T,
-        num_sequences=len(batch.lengths_N),
-    )
 
 
 PREFIX = "gradreg."
@@ -215,27 +211,11 @@ def build_learner(
 
     `seed` is that of random directions.
     """
-    if not regularization.enabled:
-        return Learner(
-            policy,
-            objective,
-            optimizer,
-            temperature=temperature,
-            micro_batch_tokens=micro_batch_tokens,
-            measured=parameters_to_measure(policy.model, regularization),
-            ranks=ranks,
-        )
-    return RegularizedLearner(
-        policy,
-        objective,
-        optimizer,
-        regularization,
-        temperature=temperature,
-        micro_batch_tokens=micro_batch_tokens,
-        notice=notice,
-        seed=seed,
-        ranks=ranks,
-    )
+    shared: dict[str, Any] = {"temperature": temperature, "micro_batch_tokens": micro_batch_tokens, "ranks": ranks}
+    if regularization.enabled:
+        return RegularizedLearner(policy, objective, optimizer, regularization, notice=notice, seed=seed, **shared)
+    measured = parameters_to_measure(policy.model, regularization)
+    return Learner(policy, objective, optimizer, measured=measured, **shared)
 
 
 def parameters_to_measure(model: nn.Module, config: GradientRegularizationConfig) -> list[nn.Parameter]:
