@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ from pydantic import ValidationError
 
 from flatpeak.errors import UserError
 from flatpeak.gradreg.config import CORRECTED, GradientRegularizationConfig, PublishedBehavior
+from flatpeak.utils.user_code import load_object
 
 PUBLISHED_EXCLUDE = ("embed", "embedding", "lm_head", "output", "classifier", "score")
 """Published code perturbs every trainable parameter whose name contains none of these words."""
@@ -193,7 +193,12 @@ class GradientRegularizationArguments:
     def grad_reg_schedule(self) -> Scheduler | None:
         """The schedule of the strength; None without one."""
         scheduler: Any = self.grad_reg_scheduler if self.grad_reg_scheduler is not None else self.gradreg_scheduler
-        return load_scheduler(scheduler) if isinstance(scheduler, str) else scheduler
+        if isinstance(scheduler, str):
+            where = f"grad_reg_scheduler={scheduler}"
+            scheduler = load_object(scheduler, where=where)
+            if not callable(scheduler):
+                raise UserError(f"{where} is not a function")
+        return scheduler  # type: ignore[no-any-return]
 
     def to_dict(self) -> dict[str, Any]:
         """The arguments as a dictionary with functions by name, because trackers write it as JSON."""
@@ -273,18 +278,6 @@ def as_perturbed(value: Sequence[str] | str | None) -> str | tuple[str, ...]:
         return tuple(value)
     is_pattern = any(mark in value for mark in "*?[.,")
     return tuple(pattern.strip() for pattern in value.split(",")) if is_pattern else value
-
-
-def load_scheduler(path: str) -> Scheduler:
-    """The function at `package.module:function`."""
-    module, _, name = path.partition(":")
-    try:
-        scheduler = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"grad_reg_scheduler={path}: give package.module:function ({error})") from error
-    if not callable(scheduler):
-        raise UserError(f"grad_reg_scheduler={path} is not a function")
-    return scheduler  # type: ignore[no-any-return]
 
 
 def functions_by_name(values: dict[str, Any]) -> dict[str, Any]:
