@@ -18,7 +18,7 @@ from flatpeak.kernels.native.build import UnavailableError
 from flatpeak.kernels.native.decode import LINEAR, Affine, ModelWeights
 from flatpeak.policy.compatibility import PolicyParts
 from flatpeak.policy.linears import FastLayer, plain_class
-from flatpeak.policy.model_settings import has_training_forward
+from flatpeak.policy.model_settings import training_forward
 
 _LLAMA = {
     "before": "input_layernorm",
@@ -96,7 +96,7 @@ def _unserved(policy: PolicyParts) -> str | None:
         return f"they know only the usual variant of {config.model_type}"
     for module in policy.causal.modules():
         # A training forward only affects passes with gradients.
-        replaced = "forward" in module.__dict__ and not has_training_forward(module)
+        replaced = "forward" in module.__dict__ and training_forward(module) is None
         if replaced or any(module.__dict__[name] for name in _HOOKS):
             return f"a {type(module).__name__} has a hook"
     return None

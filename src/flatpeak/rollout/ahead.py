@@ -173,12 +173,5 @@ def decode_groups(groups: Sequence[Sequence[JSON]], prompts: Sequence[Prompt]) -
 
 
 def _completion(fields: JSON) -> Completion:
-    filtered = fields["filtered_logprobs"]
-    return Completion(
-        token_ids=tuple(fields["token_ids"]),
-        logprobs=tuple(fields["logprobs"]),
-        finish_reason=fields["finish_reason"],
-        text=fields["text"],
-        filtered_logprobs=None if filtered is None else tuple(filtered),
-        weight_version=fields.get("weight_version"),
-    )
+    rows: JSON = {name: tuple(value) if isinstance(value, list | tuple) else value for name, value in fields.items()}
+    return Completion(**rows)

@@ -20,6 +20,7 @@ from flatpeak.rollout.scheduler import Admission, Schedule, longest_first
 from flatpeak.rollout.slots import CompletionBuffer, DecodeSlots, check_request
 from flatpeak.rollout.stopping import StopStrings
 from flatpeak.types import Group, Prompt, SamplingParams
+from flatpeak.utils.buckets import in_buckets
 
 if TYPE_CHECKING:
     from flatpeak.protocols import Decoder
@@ -205,11 +206,16 @@ class _Request:
         for k, completion in enumerate(admission.completions):
             completions_of.setdefault(completion // self.group_size, []).append(k)
         self._draw_first(admission, {p: ks for p, ks in completions_of.items() if p not in admission.new_prompts})
-        for entries in self._prefill_batches(admission.new_prompts):
-            token_ids = [self.prompts[p].token_ids for p in entries]
-            logits_PV = self.decoder.prefill(cache, token_ids, list(entries.values()))
-            self.first_logits |= dict(zip(entries, logits_PV, strict=True))
-            self._draw_first(admission, {p: completions_of[p] for p in entries})
+        # Prompts of similar lengths are read together.
+        new_prompts = sorted(admission.new_prompts, key=lambda p: -self._length(p))
+        for read in in_buckets(new_prompts, self._length, most=self.prefill_tokens):
+            token_ids = [self.prompts[p].token_ids for p in read]
+            logits_PV = self.decoder.prefill(cache, token_ids, [admission.new_prompts[p] for p in read])
+            self.first_logits |= dict(zip(read, logits_PV, strict=True))
+            self._draw_first(admission, {p: completions_of[p] for p in read})
+
+    def _length(self, p: int) -> int:
+        return len(self.prompts[p].token_ids)
 
     def _draw_first(self, admission: Admission, completions_of: dict[int, list[int]]) -> None:
         """Begin completions of these prompts, which have been read; the dict gives their places in the admission."""
@@ -247,17 +253,3 @@ class _Request:
     def _group(self, p: int) -> Group:
         indices = range(p * self.group_size, (p + 1) * self.group_size)
         return Group(prompt=self.prompts[p], completions=tuple(self.slots.buffer.completions(indices)))
-
-    def _prefill_batches(self, entries: dict[int, int]) -> Iterator[dict[int, int]]:
-        """Cut new prompts into batches of at most `prefill_tokens` tokens, with similar lengths together."""
-        batch: dict[int, int] = {}
-        tokens = 0
-        for p in sorted(entries, key=lambda p: -len(self.prompts[p].token_ids)):
-            length = len(self.prompts[p].token_ids)
-            if batch and tokens + length > self.prefill_tokens:
-                yield batch
-                batch, tokens = {}, 0
-            batch[p] = entries[p]
-            tokens += length
-        if batch:
-            yield batch

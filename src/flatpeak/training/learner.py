@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -77,14 +77,9 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
         """The peak of memory in each phase of a step."""
 
     @property
-    def native(self) -> bool | None:
-        """Whether the policy is trained packed rather than padded."""
-        return self.policy.native
-
-    @property
-    def kernels(self) -> str | None:
-        """The kernels of the policy's rollouts and training passes."""
-        return self.policy.computed_with
+    def computed_by(self) -> dict[str, Any]:
+        """Whether the policy is trained packed rather than padded, and the kernels of its passes."""
+        return {"native": self.policy.native, "kernels": self.policy.computed_with}
 
     def save_model(self, directory: Path) -> None:
         """Write the policy's model and tokenizer in Hugging Face format."""

@@ -287,8 +287,7 @@ class Recorder:
                 "learner": done.learner_state,
                 "history": asdict(history),
                 "evaluated": done.evaluated,
-                "native": stage.learner.native,  # a probe decides anew in a resumed run, and of kernels a self-test
-                "kernels": stage.learner.kernels,
+                **stage.learner.computed_by,  # a probe decides anew in a resumed run, and of kernels a self-test
             },
             texts=self.texts,
         )
