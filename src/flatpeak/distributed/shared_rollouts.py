@@ -130,13 +130,10 @@ class ServedSampler(WrappedSampler):
         The policy is whole only on entry, when servers get its weights.
         """
         with ExitStack() as drawing:
-
-            def begin() -> None:
-                drawing.enter_context(self.sampler.ahead(prompts, group_size=group_size, sampling=sampling, seed=seed))
-
             if self.draws_ahead:
+                later = self.sampler.ahead(prompts, group_size=group_size, sampling=sampling, seed=seed)
                 with self.weights():
-                    self.ranks.first(begin)
+                    self.ranks.first(lambda: drawing.enter_context(later))
             yield
 
 

@@ -58,12 +58,6 @@ class MicroBatch:
     masks: dict[str, Tensor] = field(default_factory=dict)
     """Masks that the loss drew from the first pass's values: drawn again, they could differ in the second pass."""
 
-    def record_prepared(self, trainer: Trainer, inputs: Any) -> None:
-        """Record the state between the preparation of the inputs and the loss."""
-        self.inputs = inputs
-        self.random = RandomState.now()
-        self.attributes = plain_attributes(trainer)
-
     def rewind(self, trainer: Trainer) -> None:
         """Restore the trainer's plain attributes from before the loss."""
         vars(trainer).update(self.attributes)

@@ -36,6 +36,7 @@ from flatpeak.integrations.second_pass import (
     autocasts,
     compute_dtype,
     has_nonzero_advantages,
+    plain_attributes,
     preserved_state,
     replay_micro_batch,
     without_autocast,
@@ -126,7 +127,9 @@ class Session:
             return copy.copy(self.replaying.inputs)  # losses remove and add entries
         prepared = stock(inputs)
         if self.recording is not None:
-            self.recording.record_prepared(self.trainer, prepared)
+            self.recording.inputs = prepared
+            self.recording.random = RandomState.now()
+            self.recording.attributes = plain_attributes(self.trainer)
             if self.recording is self._micro_batches[0]:
                 self._start = Buffers(self.trainer.model)
         return prepared

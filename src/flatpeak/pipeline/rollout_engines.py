@@ -216,7 +216,12 @@ def serve(parent: Parent) -> None:
         directory = Path(start["directory"])
         parent.end_with(lambda: shutil.rmtree(directory, ignore_errors=True))
         try:
-            policy, sampler = _load(start["config"], directory)
+            config = RunConfig.model_validate(start["config"])
+            torch.set_num_threads(config.run.threads or 1)
+            policy = load_policy(resumed_source(config.model, directory), texts=(), seed=0)
+            for file in directory.glob("*model*.safetensors"):
+                file.unlink()  # they lie in memory, and are read
+            sampler = build_sampler(policy, config)
             weights = dict(policy.model.named_parameters())
         except Exception as error:
             parent.send({"error": brief(error)})
@@ -231,15 +236,6 @@ def serve(parent: Parent) -> None:
             parent.send(answer)
     except (EOFError, OSError):
         return
-
-
-def _load(section: dict[str, Any], directory: Path) -> tuple[Policy, Sampler]:
-    config = RunConfig.model_validate(section)
-    torch.set_num_threads(config.run.threads or 1)
-    policy = load_policy(resumed_source(config.model, directory), texts=(), seed=0)
-    for file in directory.glob("*model*.safetensors"):
-        file.unlink()  # they lie in memory, and are read
-    return policy, build_sampler(policy, config)
 
 
 @torch.no_grad()

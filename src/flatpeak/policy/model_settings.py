@@ -11,7 +11,7 @@ import gc
 import os
 import shutil
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -105,14 +105,21 @@ def scoring(model: nn.Module, *, trained: Collection[str] | None = None) -> Iter
             yield
         return
     held = [weight for name, weight in model.named_parameters() if trained is not None and name in trained]
-    for weight in held:
-        weight.requires_grad_(True)
+    with gradients_of(held, required=True), torch.enable_grad():
+        yield
+
+
+@contextmanager
+def gradients_of(weights: Iterable[nn.Parameter], *, required: bool) -> Iterator[None]:
+    """A context in which passes compute the gradients of these weights, or none of them."""
+    changed = [weight for weight in weights if weight.requires_grad != required]
+    for weight in changed:
+        weight.requires_grad_(required)
     try:
-        with torch.enable_grad():
-            yield
+        yield
     finally:
-        for weight in held:
-            weight.requires_grad_(False)
+        for weight in changed:
+            weight.requires_grad_(not required)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from flatpeak.kernels.native.build import UnavailableError, library
 from flatpeak.kernels.native.training_pass import gelu, rms_norm, swiglu
 from flatpeak.policy.compatibility import PolicyParts
 from flatpeak.policy.linears import Exchanged, is_watched
-from flatpeak.policy.model_settings import plain_layers, without_dropout
+from flatpeak.policy.model_settings import gradients_of, plain_layers, without_dropout
 from flatpeak.types import PackedCompletions
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
@@ -118,9 +118,11 @@ def largest_gaps(policy: PolicyParts) -> tuple[float, float]:
     vocabulary = len(policy.head.linear.weight)
     batch = _test_batch(vocabulary, policy.context_length or vocabulary)
     weights_T = torch.linspace(-1.0, 1.5, len(batch.tokens_T))
+    # A frozen copy shares the policy's verdict: all of its weights are differentiated.
+    parameters = policy.parameters() or [each for each in policy.model.parameters() if each.is_floating_point()]
     results = []
     with (
-        _differentiated(policy) as parameters,
+        gradients_of(parameters, required=True),
         _without_hooks(parameters),
         plain_layers(policy.causal),
         without_dropout(policy.model),
@@ -151,20 +153,6 @@ def _largest_gap(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> float:
     own = OWN_TOLERANCE * sizes + LEAST_TOLERANCE * sizes.max()
     tolerated = own.clamp(max=GRADIENT_TOLERANCE * float(sizes.max()))
     return float(torch.where(gaps == 0, gaps, gaps / tolerated).max())
-
-
-@contextmanager
-def _differentiated(policy: PolicyParts) -> Iterator[Sequence[nn.Parameter]]:
-    """A context with the trainable weights; for a frozen copy, which shares the policy's verdict, with all of them."""
-    trainable = policy.parameters()
-    frozen = [] if trainable else [each for each in policy.model.parameters() if each.is_floating_point()]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    try:
-        yield trainable or frozen
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
 
 
 @contextmanager

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from flatpeak.gradreg.gradients import backward
 from flatpeak.gradreg.parameters import choose_parameters
 from flatpeak.gradreg.regularizer import GradientRegularizer
 from flatpeak.policy.model import Policy
+from flatpeak.policy.model_settings import gradients_of
 from flatpeak.training.batch import take
 from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.learner import Learner, PolicyStatistics, weighted_sum
@@ -148,7 +148,8 @@ class RegularizedLearner(Learner):
     def second_pass(self, batch: Batch, recorded: list[FirstPass]) -> Iterator[Tensor]:
         """The same function of the weights again, by the ratio mode."""
         config = self.regularizer.config
-        with without_gradients(self.outside):
+        # The output layer's gradient, which stays g1, is a good part of the second pass's cost.
+        with gradients_of(self.outside, required=False):
             for (micro_batch, logprobs_T, entropy_T), first in zip(self.forward(batch), recorded, strict=True):
                 micro_batch = with_old_logprobs(micro_batch, first.logprobs_T)
                 loss_T = second_pass_loss(
@@ -180,19 +181,6 @@ class RegularizedLearner(Learner):
         super().load(state, others)
         if state:  # a fork's run may have had no regularization
             self.regularizer.load(state, own)
-
-
-@contextmanager
-def without_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Switch off gradients of parameters that keep g1: the output layer's is a good part of the second pass's cost."""
-    held = [p for p in parameters if p.requires_grad]
-    for parameter in held:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in held:
-            parameter.requires_grad_(True)
 
 
 def build_learner(
