@@ -27,11 +27,6 @@ DRAWN: Final = "drawn"
 class Background(Protocol):
     """Draws one request at a time, with the policy's weights as they are when it begins, in parallel to the caller."""
 
-    @property
-    def pid(self) -> int | None:
-        """The process that draws; None if there is none, or none yet."""
-        return None
-
     def stop_when(self, stopping: Callable[[], bool]) -> None:
         """Abort a drawing that waits for servers or processes once `stopping()` is true."""
         return
