@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from flatpeak.errors import RunError, UserError
 from flatpeak.pipeline import samplers
-from flatpeak.pipeline.rollout_process import RolloutProcess
+from flatpeak.pipeline.rollout_engines import RolloutProcess
 from flatpeak.policy.reference import snapshot
 from flatpeak.rollout.ahead import Background, answer_request
 from flatpeak.rollout.engine import NativeEngine

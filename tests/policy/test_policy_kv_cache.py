@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatpeak.policy.decode_attention_cpu import CpuDecodeAttention
-from flatpeak.policy.decode_attention_gpu import GpuDecodeAttention
+from flatpeak.policy.decoding_attention import CpuDecodeAttention, GpuDecodeAttention
 from flatpeak.policy.kv_cache import KeyValueCache, fitting_buckets, round_up
 from flatpeak.policy.packing import pack_prompts
 from flatpeak.policy.training_attention import AttentionRule, PackedContext

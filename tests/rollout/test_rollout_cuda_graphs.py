@@ -24,7 +24,6 @@ class Counter:
 
     def __init__(self, device: str = "cpu") -> None:
         self.weight = torch.tensor(2.0, device=device)
-        self.scale = 1.0
         self.last_S = torch.arange(1.0, SLOTS + 1, device=device)
         self.lengths_S = torch.zeros(SLOTS, dtype=torch.int64, device=device)
         self.history_ST = torch.zeros(SLOTS, LONGEST, device=device)
@@ -33,7 +32,7 @@ class Counter:
 
     def step(self, rows: int) -> None:
         self.calls += 1
-        new = self.weight * self.last_S[:rows] * self.scale + self.lengths_S[:rows]
+        new = self.weight * self.last_S[:rows] + self.lengths_S[:rows]
         place = torch.arange(rows, device=new.device) * LONGEST + self.lengths_S[:rows]
         self.history_ST.view(-1).index_copy_(0, place, new)
         self.last_S[:rows] = new
@@ -47,8 +46,8 @@ class Counter:
     def fixed(self) -> list[Tensor]:
         return [self.weight, self.last_S, self.lengths_S, self.history_ST]
 
-    def graphed(self, device: str = "cuda", **fields: Any) -> GraphedStep:
-        return GraphedStep(self.step, device=device, state=self.state, fixed=self.fixed, **fields)
+    def graphed(self, device: str = "cuda") -> GraphedStep:
+        return GraphedStep(self.step, device=device, state=self.state, fixed=self.fixed)
 
 
 @pytest.fixture
@@ -89,28 +88,14 @@ def test_a_size_is_run_on_the_host_for_its_capture_only(cuda: FakeCuda) -> None:
 
 def test_all_graphs_share_a_pool_and_the_warm_ups_ran_on_the_stream_of_the_captures(cuda: FakeCuda) -> None:
     run = Counter().graphed()
-    run.prepare([1, 4, 2])
+    for rows in (1, 4, 2):
+        run(rows)
     assert len(cuda.graphs) == 3
     assert len(set(cuda.pools)) == 1
     side = run._side
     assert side is not None and side is not cuda.main
     assert cuda.main.waited_for == [side] * 6
     assert cuda.current is cuda.main
-
-
-def test_preparing_captures_the_largest_first_and_runs_no_step(cuda: FakeCuda) -> None:
-    counter, seen = Counter(), []
-    step = counter.step
-    counter.step = lambda rows: (seen.append(rows), step(rows))[1]  # type: ignore[method-assign]
-    run = counter.graphed()
-    run.prepare([1, 4, 2, 4])
-    assert list(dict.fromkeys(seen)) == [4, 2, 1]
-    assert run.sizes == [1, 2, 4]
-    assert counter.last_S.tolist() == [1, 2, 3, 4]
-    assert counter.lengths_S.tolist() == [0] * SLOTS
-    run(2)
-    run(2)
-    assert len(cuda.graphs) == 3
 
 
 def test_replays_see_weights_that_changed_in_place(cuda: FakeCuda) -> None:
@@ -138,17 +123,6 @@ def test_a_replaced_weight_is_noticed_at_the_beginning_of_a_rollout(cuda: FakeCu
     run(1)
     assert counter.last_S[0] == 10 * 5 + 2
     assert old == 2
-
-
-def test_graphs_are_dropped_when_a_host_value_of_the_step_differs(cuda: FakeCuda) -> None:
-    counter = Counter()
-    run = counter.graphed()
-    for scale, sizes in ((1.0, []), (1.0, [1]), (3.0, [])):
-        counter.scale = scale
-        run.begin(constants=("scale", scale))
-        assert run.sizes == sizes
-        run(1)
-    assert counter.last_S[0] == (5 * 2 * 3) + 2
 
 
 def test_invalidated_graphs_are_captured_anew(cuda: FakeCuda) -> None:
@@ -195,7 +169,7 @@ def test_a_capture_that_fails_leaves_the_state_and_the_stream_as_they_were(cuda:
 def test_the_reason_is_the_first_line_of_the_error(cuda: FakeCuda) -> None:
     cuda.fail_captures = True
     run = Counter().graphed()
-    run.prepare([2, 3])
+    run(3)
     assert str(run.reason).endswith("a step of 3 slots failed (CUDA error: operation failed)")
 
 
@@ -207,12 +181,10 @@ def test_an_error_of_the_step_itself_is_not_taken_for_a_failed_capture(cuda: Fak
         GraphedStep(broken, device="cuda", state=lambda: [])(1)
 
 
-@pytest.mark.parametrize("fields", [{"device": "cpu"}, {"enabled": False}])
-def test_elsewhere_and_switched_off_steps_are_called(cuda: FakeCuda, fields: dict[str, Any]) -> None:
+def test_on_a_cpu_steps_are_called(cuda: FakeCuda) -> None:
     counter, expected = Counter(), Counter()
-    run = counter.graphed(**fields)
+    run = counter.graphed("cpu")
     run.begin()
-    run.prepare([4])
     assert counter.calls == 0
     for _ in range(3):
         run(4)

@@ -75,7 +75,7 @@ def test_groups_are_compared_unless_there_is_nothing_to_compare(
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda rewards_PG, valid_PG: rewards_PG.tolist(), r"returned list .*: return a tensor of shape \[3, 4\]"),
+        (lambda rewards_PG, valid_PG: rewards_PG.tolist(), r"returned list .*: return torch\.float32 \[3, 4\]"),
         (lambda rewards_PG, valid_PG: rewards_PG.flatten(), r"returned torch\.float32 \[12\] on cpu"),
         (lambda rewards_PG, valid_PG: rewards_PG.double(), r"returned torch\.float64 \[3, 4\] on cpu"),
         (

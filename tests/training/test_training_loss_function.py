@@ -179,8 +179,11 @@ def test_a_gradient_without_advantage_is_found_wherever_it_begins(own: Any, move
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda logprobs_T, ratio_T, advantages_T, config: 1.0, r"returned float 1\.0: return a torch\.float32 tensor"),
-        (lambda logprobs_T, ratio_T, advantages_T, config: (ratio_T * advantages_T).mean(), r"\[\] on cpu for 12 toke"),
+        (lambda logprobs_T, ratio_T, advantages_T, config: 1.0, r"returned float 1\.0: return torch\.float32 \[12\]"),
+        (
+            lambda logprobs_T, ratio_T, advantages_T, config: (ratio_T * advantages_T).mean(),
+            r"\[\] on cpu: return torch\.float32 \[12\]",
+        ),
         (lambda logprobs_T, ratio_T, advantages_T, config: ratio_T.double(), r"returned torch\.float64 \[12\] on cpu"),
         (
             lambda logprobs_T, ratio_T, advantages_T, config: -ratio_T.detach() * advantages_T,
@@ -213,7 +216,10 @@ def test_a_gradient_without_advantage_is_found_wherever_it_begins(own: Any, move
             "changes logprobs_T in place",
         ),
         (3, "is int 3: name a function or a flatpeak.functional.PolicyLoss"),
-        (PolicyLoss(value=clipped, clipped=clipped), r"clipped returned torch\.float32 \[12\] on cpu .* torch\.bool"),
+        (
+            PolicyLoss(value=clipped, clipped=clipped),
+            r"clipped returned torch\.float32 \[12\] on cpu: return torch\.bool",
+        ),
         (PolicyLoss(value=clipped, with_curvature=cispo_curve), "with_curvature has another gradient than value"),
     ],
     ids=lambda value: value[:24] if isinstance(value, str) else "",
@@ -248,7 +254,8 @@ def test_a_result_that_turns_bad_in_training_names_the_function() -> None:
     values = torch.tensor([-1.0, -2.0]), torch.ones(2), torch.ones(2)
     calls.extend([0] * 10)
     with pytest.raises(
-        UserError, match=r"objective\.loss=python:loss returned torch\.float32 \[1\] on cpu for 2 tokens"
+        UserError,
+        match=r"objective\.loss=python:loss returned torch\.float32 \[1\] on cpu: return torch\.float32 \[2\]",
     ):
         made.loss.value(*values, OWN)
 

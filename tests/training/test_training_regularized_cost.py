@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flatpeak.training.regularized import without_gradients
+from flatpeak.policy.model_settings import gradients_of
 from support.regularized_training import double_qwen2, make_learner, off_policy
 from support.training import tiny_policy
 
@@ -16,7 +16,7 @@ def test_parameters_that_keep_g1_are_out_of_the_second_pass_and_back_afterwards(
     policy = tiny_policy()
     parameters = list(policy.model.parameters())
     fixed, outside = parameters[0].requires_grad_(False), parameters[1:3]
-    with pytest.raises(RuntimeError), without_gradients([fixed, *outside]):
+    with pytest.raises(RuntimeError), gradients_of([fixed, *outside], required=False):
         assert [p.requires_grad for p in parameters[:4]] == [False, False, False, True]
         raise RuntimeError
     assert [p.requires_grad for p in parameters[:4]] == [False, True, True, True]

@@ -27,10 +27,10 @@ from flatpeak.tasks.preferences import PreferencePair
 from flatpeak.training.config import RewardModelConfig, RewardModelOptimizerConfig
 from flatpeak.training.reward_model_trainer import (
     EncodedPair,
+    PairEvaluation,
+    PairEvaluator,
     PreferenceLearner,
-    SavedClassifier,
     encode_pairs,
-    evaluate_pairs,
     spread,
 )
 from support.models import run_model
@@ -70,7 +70,7 @@ def make_classifier(*, seed: int = 0, dtype: torch.dtype = torch.float32) -> Cla
 
 def make_learner(classifier: Classifier, *, micro_batch_tokens: int | None = None, **settings: Any):
     return PreferenceLearner(
-        SavedClassifier(classifier=classifier, reference=(), batch_tokens=None),
+        classifier,
         RewardModelConfig(**{"optimizer": SGD, **settings}),
         micro_batch_tokens=micro_batch_tokens,
     )
@@ -81,6 +81,10 @@ PAIRS = [
     EncodedPair(id="1", chosen_ids=(8, 1), rejected_ids=(9, 9, 9, 4, 3, 5, 1), extra_length=-5),
     EncodedPair(id="2", chosen_ids=(4, 4, 6, 7, 8, 1), rejected_ids=(5, 1), extra_length=4),
 ]
+
+
+def evaluate_pairs(classifier: Any, pairs: list[EncodedPair]) -> PairEvaluation:
+    return PairEvaluator(classifier=classifier, pairs=pairs, task="t", batch_tokens=None).evaluate()
 
 
 def gradients(classifier: Classifier) -> list[torch.Tensor]:
@@ -187,9 +191,7 @@ def test_an_evaluation_says_what_length_alone_would_have_said() -> None:
         def score_all(self, texts: Any, **options: Any) -> list[float]:
             return [2.0, 0.0, 1.0, 1.5, 0.0, 0.0, 3.0, float("nan"), 0.0, 2.0]
 
-    result = evaluate_pairs(
-        Fixed(), [pair(0, 5), pair(1, 3), pair(2, 0), pair(3, 1), pair(4, -2)], task="t", batch_tokens=None
-    )
+    result = evaluate_pairs(Fixed(), [pair(0, 5), pair(1, 3), pair(2, 0), pair(3, 1), pair(4, -2)])
     assert result.values["accuracy"] == [1.0, 0.0, 0.5, None, 0.0]
     assert result.values["difference"] == [2.0, -0.5, 0.0, None, -2.0]
     assert result.values["longer_wins"] == [1.0, 1.0, 0.5, 1.0, 0.0]
@@ -212,7 +214,7 @@ def test_an_infinite_score_is_missing_from_every_figure() -> None:
             return [float("inf"), 0.0, 1.0, 0.0]
 
     pairs = [EncodedPair(id=id, chosen_ids=(3,), rejected_ids=(4,), extra_length=1) for id in "ab"]
-    result = evaluate_pairs(Fixed(), pairs, task="t", batch_tokens=None)
+    result = evaluate_pairs(Fixed(), pairs)
     assert result.values["accuracy"] == [None, 1.0]
     assert result.rows[0]["chosen"] is None
     assert result.metrics()["calibration_error"] == pytest.approx(1 - 1 / (1 + exp(-1)))
@@ -423,7 +425,7 @@ def test_the_report_shows_what_was_learned(learn: Callable[..., Any], monkeypatc
 
 def test_the_spread_is_of_the_reference_answers() -> None:
     classifier = make_classifier()
-    saved = SavedClassifier(classifier=classifier, reference=PAIRS, batch_tokens=None)
+    learner = PreferenceLearner(classifier, RewardModelConfig(), micro_batch_tokens=None, reference=PAIRS)
     texts = [text for pair in PAIRS for text in (pair.chosen_ids, pair.rejected_ids)]
     scores = torch.tensor(classifier.score_all(texts))
 
@@ -434,7 +436,7 @@ def test_the_spread_is_of_the_reference_answers() -> None:
         Seen.spread = scores
 
     classifier.save = save  # type: ignore[method-assign]
-    saved.save(Path())
+    learner.save_model(Path())
     assert Seen.spread is not None
     assert Seen.spread.mean == pytest.approx(scores.mean().item(), abs=1e-6)
     assert Seen.spread.std == pytest.approx(scores.std().item(), abs=1e-6)

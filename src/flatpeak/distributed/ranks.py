@@ -29,9 +29,9 @@ from flatpeak.distributed.config import DistributedConfig
 from flatpeak.distributed.launch import check_processes
 from flatpeak.errors import LostRankError, ReportedElsewhereError, RunError, StoppedError, UserError
 from flatpeak.runs.signals import StopSignals
+from flatpeak.utils.buckets import in_buckets
 
 Value = TypeVar("Value")
-AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 PATIENCE = timedelta(days=7)
 """Limit of a collective: a judge may be down for hours while the first rank waits. Death is detected separately."""
 PR_SET_PDEATHSIG = 1
@@ -166,13 +166,13 @@ class Ranks:
                 parameter.grad = torch.zeros_like(parameter)
             by_dtype.setdefault(parameter.grad.dtype, []).append(parameter)
         for alike in by_dtype.values():
-            for bucket in _buckets(alike):
+            for bucket in in_buckets(alike, Tensor.numel, most=BUCKET):
                 self._average([cast(Tensor, parameter.grad) for parameter in bucket])
 
     def average(self, tensors: Iterable[Tensor]) -> None:
         """Replace tensors that all ranks have by their means over the ranks."""
         if self.size > 1:
-            for bucket in _buckets(list(tensors)):
+            for bucket in in_buckets(tensors, Tensor.numel, most=BUCKET):
                 self._average(bucket)
 
     def _average(self, gradients: list[Tensor]) -> None:
@@ -194,19 +194,6 @@ class Ranks:
 
 ALONE = Ranks()
 """The single process of a run that is not distributed."""
-
-
-def _buckets(tensors: list[AnyTensor]) -> Iterator[list[AnyTensor]]:
-    bucket: list[AnyTensor] = []
-    held = 0
-    for tensor in tensors:
-        if bucket and held + tensor.numel() > BUCKET:
-            yield bucket
-            bucket, held = [], 0
-        bucket.append(tensor)
-        held += tensor.numel()
-    if bucket:
-        yield bucket
 
 
 def _as_reported(error: Exception, rank: int) -> Exception:
@@ -318,7 +305,8 @@ def open_ranks(config: DistributedConfig) -> Iterator[Ranks]:
 
 def _start_group() -> None:
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -332,10 +320,6 @@ def stop_with_launcher() -> None:
     """Ask for SIGTERM when the launcher dies: its ranks would keep training unseen, under the run's name."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-
-
-def _loopback() -> str:
-    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 
 def _is_first_to_report(session: str) -> bool:

@@ -55,9 +55,7 @@ def shard(policy: Policy, replica: Replica, config: DistributedConfig, ranks: Ra
     _check_sharded(causal)
     causal.enter = call
     register_fsdp_forward_method(causal, "enter")
-    policy.enter = causal.enter
-    policy.gathered = replica.present
-    policy.compute_dtype = compute_dtype
+    policy.attach_sharding(causal.enter, replica.present, compute_dtype)
 
 
 def rounded_dtype(policy: Policy) -> torch.dtype | None:

@@ -1,14 +1,14 @@
 """Rollouts of several ranks: each samples its share of the groups, the first grades, and all get all results.
 
-Questions whose letters are ranked are divided in the same way.
+Questions whose letters are ranked are divided in the same way. Servers are asked by the first rank, for all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, TypeVar
 
 from flatpeak.distributed.ranks import Ranks
 from flatpeak.errors import UserError
@@ -19,10 +19,10 @@ from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rewards.workers.grading import Grading
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams, Scores
 
-Ranked = TypeVar("Ranked")
-"""The ranked letters of one question."""
-
-
+Result = TypeVar("Result")
+"""The result of one prompt."""
+Weights = Callable[[], AbstractContextManager[object]]
+"""Makes a context with the weights to sample from, which all ranks enter."""
 STATES: Final = "ranks"
 """Key in a checkpoint of the states of a caller's sampler, one per rank."""
 
@@ -38,6 +38,22 @@ def checked_sampler_state(state: Mapping[str, Any], ranks: Ranks) -> Mapping[str
     return state
 
 
+def divided(
+    compute: Callable[[Sequence[Prompt]], list[Result]],
+    prompts: Sequence[Prompt],
+    *,
+    ranks: Ranks,
+    weights: Weights = nullcontext,
+) -> list[Result]:
+    """The results of all prompts, in order; rank (p modulo the number of ranks) computes that of prompt p."""
+    share = prompts[ranks.rank :: ranks.size]
+    with weights(), ranks.together():
+        # A caller's sampler need not handle requests without prompts, which a single process never makes.
+        own = compute(share) if share else []
+    parts = ranks.gather(own)
+    return [parts[p % ranks.size][p // ranks.size] for p in range(len(prompts))]
+
+
 class SharedSampler(WrappedSampler):
     """A sampler whose requests are divided among the ranks.
 
@@ -45,14 +61,7 @@ class SharedSampler(WrappedSampler):
     draw the same completion.
     """
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        ranks: Ranks,
-        *,
-        weights: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
-        """`weights` is a context with the weights to sample from, which all ranks enter."""
+    def __init__(self, sampler: Sampler, ranks: Ranks, *, weights: Weights = nullcontext) -> None:
         super().__init__(sampler)
         self.ranks = ranks
         self.weights = weights
@@ -60,14 +69,15 @@ class SharedSampler(WrappedSampler):
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> list[Group]:
-        """One group per prompt, in order; rank (p modulo the number of ranks) samples prompt p."""
-        share = prompts[self.ranks.rank :: self.ranks.size]
-        with self.weights(), self.ranks.together():
-            # A caller's sampler need not handle requests without prompts, which a single process never makes.
-            own = self.sampler.generate(share, group_size=group_size, sampling=sampling, seed=seed) if share else []
-        parts = self.ranks.gather([group.completions for group in own])
+        """One group per prompt, in order; every rank draws its share of them."""
+
+        def draw(share: Sequence[Prompt]) -> list[tuple[Completion, ...]]:
+            groups = self.sampler.generate(share, group_size=group_size, sampling=sampling, seed=seed)
+            return [group.completions for group in groups]
+
+        drawn = divided(draw, prompts, ranks=self.ranks, weights=self.weights)
         groups = [
-            Group(prompt=prompt, completions=_pick(parts, p, self.ranks.size)) for p, prompt in enumerate(prompts)
+            Group(prompt=prompt, completions=completions) for prompt, completions in zip(prompts, drawn, strict=True)
         ]
         self.sampler.observe(groups)
         return groups
@@ -85,31 +95,46 @@ class SharedSampler(WrappedSampler):
         self.sampler.load(state[STATES][self.ranks.rank] if STATES in state else state)
 
 
-def _pick(parts: Sequence[Sequence[tuple[Completion, ...]]], p: int, size: int) -> tuple[Completion, ...]:
-    return parts[p % size][p // size]
+class ServedSampler(WrappedSampler):
+    """A sampler of the first rank that draws for all ranks; only that rank has its metrics and its state."""
 
-
-class SharedRanker(Generic[Ranked]):
-    """A ranker of letters whose questions are divided among the ranks."""
-
-    def __init__(
-        self,
-        ranker: Callable[[Sequence[Prompt]], list[Ranked]],
-        ranks: Ranks,
-        *,
-        weights: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
-        """`weights` is a context with the weights to rank with, which all ranks enter."""
-        self.ranker = ranker
+    def __init__(self, sampler: Sampler, ranks: Ranks, *, weights: Weights, draws_ahead: bool = False) -> None:
+        """`sampler` is the first rank's; the other ranks have one that does nothing."""
+        super().__init__(sampler)
         self.ranks = ranks
         self.weights = weights
+        self.draws_ahead = draws_ahead
 
-    def __call__(self, prompts: Sequence[Prompt]) -> list[Ranked]:
-        """The ranked letters of every prompt, in order; rank (p modulo the number of ranks) ranks prompt p."""
-        with self.weights(), self.ranks.together():
-            own = self.ranker(prompts[self.ranks.rank :: self.ranks.size])
-        parts = self.ranks.gather(own)
-        return [parts[p % self.ranks.size][p // self.ranks.size] for p in range(len(prompts))]
+    def generate(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
+    ) -> list[Group]:
+        """One group per prompt, in order; an error of the first rank's sampler is raised on every rank."""
+
+        def draw() -> list[tuple[tuple[Completion, ...], int | None]]:
+            groups = self.sampler.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)
+            return [(group.completions, group.version) for group in groups]
+
+        with self.weights():
+            drawn = self.ranks.first(draw)
+        return [
+            Group(prompt=prompt, completions=completions, version=version)
+            for prompt, (completions, version) in zip(prompts, drawn, strict=True)
+        ]
+
+    @contextmanager
+    def ahead(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
+    ) -> Iterator[None]:
+        """A context in which the first rank draws a later request with the policy as it was on entry.
+
+        The policy is whole only on entry, when servers get its weights.
+        """
+        with ExitStack() as drawing:
+            if self.draws_ahead:
+                later = self.sampler.ahead(prompts, group_size=group_size, sampling=sampling, seed=seed)
+                with self.weights():
+                    self.ranks.first(lambda: drawing.enter_context(later))
+            yield
 
 
 class SharedReward(RewardSet):

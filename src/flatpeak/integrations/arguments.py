@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ from pydantic import ValidationError
 
 from flatpeak.errors import UserError
 from flatpeak.gradreg.config import CORRECTED, GradientRegularizationConfig, PublishedBehavior
+from flatpeak.utils.user_code import load_object
 
 PUBLISHED_EXCLUDE = ("embed", "embedding", "lm_head", "output", "classifier", "score")
 """Published code perturbs every trainable parameter whose name contains none of these words."""
@@ -38,6 +38,11 @@ Scheduler = Callable[[int], float]
 """The number of optimizer steps taken -> the strength of the next."""
 
 
+def _argument(default: Any, help: str) -> Any:
+    """A field of arguments, with the text that the command line shows."""
+    return field(default=default, metadata={"help": help})
+
+
 @dataclass
 class GradientRegularizationArguments:
     """Mix this in before any `TrainingArguments`: `class Config(GradientRegularizationArguments, DPOConfig)`.
@@ -45,110 +50,77 @@ class GradientRegularizationArguments:
     Some types allow None although the default is a different value: the command line then parses them as text.
     """
 
-    grad_reg_strength: float | str | None = field(
-        default=0.0,
-        metadata={
-            "help": "Strength of the penalty strength / 2 * ||gradient||^2: a number (0: off); ratio:0.3 to hold "
-            "the penalty's gradient at 0.3 times the norm of the plain gradient; or calibrated:0.3 to do so over the "
-            "first 20 steps with advantages and then keep the resulting strength."
-        },
+    grad_reg_strength: float | str | None = _argument(
+        0.0,
+        "Strength of the penalty strength / 2 * ||gradient||^2: a number (0: off); ratio:0.3 to hold the penalty's "
+        "gradient at 0.3 times the norm of the plain gradient; or calibrated:0.3 to do so over the first 20 steps "
+        "with advantages and then keep the resulting strength.",
     )
-    grad_reg_eps: float | None = field(
-        default=None,
-        metadata={
-            "help": "Absolute step: the weights move by eps * gradient. Unset: a step relative to the norm of the "
-            "weights: 3e-5 in float32, 3e-4 if weights are rounded to bfloat16, 3e-3 for adapters of a bfloat16 "
-            "model, or another step that the first check finds (published behavior: 1e-3, absolute)."
-        },
+    grad_reg_eps: float | None = _argument(
+        None,
+        "Absolute step: the weights move by eps * gradient. Unset: a step relative to the norm of the weights: 3e-5 "
+        "in float32, 3e-4 if weights are rounded to bfloat16, 3e-3 for adapters of a bfloat16 model, or another step "
+        "that the first check finds (published behavior: 1e-3, absolute).",
     )
-    grad_reg_warmup: int = field(
-        default=0, metadata={"help": "Optimizer steps without regularization at the beginning."}
+    grad_reg_warmup: int = _argument(0, "Optimizer steps without regularization at the beginning.")
+    grad_reg_strength_warmup: int = _argument(0, "Optimizer steps over which the strength then rises linearly.")
+    grad_reg_g1_clip: float | None = _argument(
+        None,
+        "Published behavior: clip the first gradient to this norm before the difference (default 10). Without effect "
+        "otherwise.",
     )
-    grad_reg_strength_warmup: int = field(
-        default=0, metadata={"help": "Optimizer steps over which the strength then rises linearly."}
+    grad_reg_g2_clip: float | None = _argument(None, "The same for the second gradient.")
+    grad_reg_ratio_mode: str = _argument(
+        "importance",
+        "The policy loss of the second pass (GRPO, RLOO). importance: ratios to the frozen old log-probabilities with "
+        "the first pass's clip mask. reuse: every token's coefficient frozen. importance_clipped: the loss again, "
+        "with clipping. Other trainers evaluate their loss again in every mode.",
     )
-    grad_reg_g1_clip: float | None = field(
-        default=None,
-        metadata={
-            "help": "Published behavior: clip the first gradient to this norm before the difference (default 10). "
-            "Without effect otherwise."
-        },
+    grad_reg_perturbed: list[str] | str | None = _argument(  # noqa: RUF009
+        "blocks",
+        "The parameters whose gradient is penalized: blocks, all, adapters, last_layer, last_block, or patterns of "
+        "names such as *.mlp.* (several: separated by commas).",
     )
-    grad_reg_g2_clip: float | None = field(default=None, metadata={"help": "The same for the second gradient."})
-    grad_reg_ratio_mode: str = field(
-        default="importance",
-        metadata={
-            "help": "The policy loss of the second pass (GRPO, RLOO). importance: ratios to the frozen old "
-            "log-probabilities with the first pass's clip mask. reuse: every token's coefficient frozen. "
-            "importance_clipped: the loss again, with clipping. Other trainers evaluate their loss again in every "
-            "mode."
-        },
+    grad_reg_penalty: str = _argument("squared_norm", "squared_norm: strength / 2 * ||g||^2; norm: strength * ||g||.")
+    grad_reg_direction: str = _argument(
+        "gradient",
+        "gradient: perturb along the gradient. random: along a Gaussian direction of the same norm, as a control, "
+        "drawn from the trainer's seed.",
     )
-    grad_reg_perturbed: list[str] | str | None = field(
-        default="blocks",
-        metadata={
-            "help": "The parameters whose gradient is penalized: blocks, all, adapters, last_layer, last_block, or "
-            "patterns of names such as *.mlp.* (several: separated by commas)."
-        },
+    grad_reg_difference: str = _argument("forward", "forward: one more pass. central: two more, error of second order.")
+    grad_reg_every: int = _argument(
+        1, "Steps from one second pass to the next; those between reuse the last penalty (LookSAM)."
     )
-    grad_reg_penalty: str = field(
-        default="squared_norm", metadata={"help": "squared_norm: strength / 2 * ||g||^2; norm: strength * ||g||."}
+    grad_reg_min_perturbation_kept: float = _argument(
+        0.3, "Refuse to start if rounding leaves the perturbation a smaller cosine than this."
     )
-    grad_reg_direction: str = field(
-        default="gradient",
-        metadata={
-            "help": "gradient: perturb along the gradient. random: along a Gaussian direction of the same norm, as a "
-            "control, drawn from the trainer's seed."
-        },
+    grad_reg_check_every: int = _argument(
+        100,
+        "Compare the penalty at the step with that at its opposite in the first regularized step with advantages and "
+        "then every this many steps. If the cosine is below 0.9 and no step is set, another step is searched for; "
+        "below 0.5 the first check fails. 0: never, as in published behavior.",
     )
-    grad_reg_difference: str = field(
-        default="forward", metadata={"help": "forward: one more pass. central: two more, error of second order."}
+    grad_reg_behavior: str = _argument(
+        "corrected",
+        "corrected, or published: absolute step, both gradients clipped before the difference, the second gradient "
+        "left in parameters that are not perturbed, parameters chosen by words in their names, dropout not replayed, "
+        "the stock loss in the second pass.",
     )
-    grad_reg_every: int = field(
-        default=1,
-        metadata={"help": "Steps from one second pass to the next; those between reuse the last penalty (LookSAM)."},
+    grad_reg_precision: str = _argument(
+        "float32",
+        "float32: regularized steps, including generation, run without autocast. autocast: as configured; refused if "
+        "the perturbation is lost to rounding.",
     )
-    grad_reg_min_perturbation_kept: float = field(
-        default=0.3,
-        metadata={"help": "Refuse to start if rounding leaves the perturbation a smaller cosine than this."},
+    grad_reg_scheduler: str | None = _argument(
+        None,
+        "A function from the number of steps taken to the strength, which overrides grad_reg_strength; on the command "
+        "line package.module:function.",
     )
-    grad_reg_check_every: int = field(
-        default=100,
-        metadata={
-            "help": "Compare the penalty at the step with that at its opposite in the first regularized step with "
-            "advantages and then every this many steps. If the cosine is below 0.9 and no step is set, another step "
-            "is searched for; below 0.5 the first check fails. 0: never, as in published behavior."
-        },
+    gradreg_scheduler: str | None = _argument(None, "Published name of grad_reg_scheduler.")
+    grad_reg_exclude: list[str] | None = _argument(  # noqa: RUF009
+        None, "Published behavior: parts of names that exclude a parameter."
     )
-    grad_reg_behavior: str = field(
-        default="corrected",
-        metadata={
-            "help": "corrected, or published: absolute step, both gradients clipped before the difference, the second "
-            "gradient left in parameters that are not perturbed, parameters chosen by words in their names, "
-            "dropout not replayed, the stock loss in the second pass."
-        },
-    )
-    grad_reg_precision: str = field(
-        default="float32",
-        metadata={
-            "help": "float32: regularized steps, including generation, run without autocast. autocast: as configured; "
-            "refused if the perturbation is lost to rounding."
-        },
-    )
-    grad_reg_scheduler: str | None = field(
-        default=None,
-        metadata={
-            "help": "A function from the number of steps taken to the strength, which overrides grad_reg_strength; on "
-            "the command line package.module:function."
-        },
-    )
-    gradreg_scheduler: str | None = field(default=None, metadata={"help": "Published name of grad_reg_scheduler."})
-    grad_reg_exclude: list[str] | None = field(
-        default=None, metadata={"help": "Published behavior: parts of names that exclude a parameter."}
-    )
-    fp32_gradreg: bool = field(
-        default=True, metadata={"help": "Published name: combine gradients in float32. Only True is supported."}
-    )
+    fp32_gradreg: bool = _argument(True, "Published name: combine gradients in float32. Only True is supported.")
 
     def __post_init__(self) -> None:
         """Check everything that does not depend on the model."""
@@ -193,7 +165,12 @@ class GradientRegularizationArguments:
     def grad_reg_schedule(self) -> Scheduler | None:
         """The schedule of the strength; None without one."""
         scheduler: Any = self.grad_reg_scheduler if self.grad_reg_scheduler is not None else self.gradreg_scheduler
-        return load_scheduler(scheduler) if isinstance(scheduler, str) else scheduler
+        if isinstance(scheduler, str):
+            where = f"grad_reg_scheduler={scheduler}"
+            scheduler = load_object(scheduler, where=where)
+            if not callable(scheduler):
+                raise UserError(f"{where} is not a function")
+        return scheduler  # type: ignore[no-any-return]
 
     def to_dict(self) -> dict[str, Any]:
         """The arguments as a dictionary with functions by name, because trackers write it as JSON."""
@@ -273,18 +250,6 @@ def as_perturbed(value: Sequence[str] | str | None) -> str | tuple[str, ...]:
         return tuple(value)
     is_pattern = any(mark in value for mark in "*?[.,")
     return tuple(pattern.strip() for pattern in value.split(",")) if is_pattern else value
-
-
-def load_scheduler(path: str) -> Scheduler:
-    """The function at `package.module:function`."""
-    module, _, name = path.partition(":")
-    try:
-        scheduler = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"grad_reg_scheduler={path}: give package.module:function ({error})") from error
-    if not callable(scheduler):
-        raise UserError(f"grad_reg_scheduler={path} is not a function")
-    return scheduler  # type: ignore[no-any-return]
 
 
 def functions_by_name(values: dict[str, Any]) -> dict[str, Any]:

@@ -51,22 +51,12 @@ class MicroBatch:
     """The generators' state after that, because generating completions draws numbers too."""
     attributes: dict[str, Any] = field(default_factory=dict)
     """The trainer's plain attributes after that, such as an entropy coefficient that the loss adapts."""
-    scores: tuple[Tensor, Tensor | None, Tensor | None] | None = None
+    scores: Scores | None = None
     """The first pass's log-probabilities, entropies and auxiliary loss, detached."""
     coefficients: Tensor | None = None
     """The derivatives d policy loss / d log-probability of each token."""
     masks: dict[str, Tensor] = field(default_factory=dict)
     """Masks that the loss drew from the first pass's values: drawn again, they could differ in the second pass."""
-
-    def record_prepared(self, trainer: Trainer, inputs: Any) -> None:
-        """Record the state between the preparation of the inputs and the loss."""
-        self.inputs = inputs
-        self.random = RandomState.now()
-        self.attributes = plain_attributes(trainer)
-
-    def copied_inputs(self) -> Any:
-        """A shallow copy of the inputs, because losses remove and add entries."""
-        return copy.copy(self.inputs)
 
     def rewind(self, trainer: Trainer) -> None:
         """Restore the trainer's plain attributes from before the loss."""
@@ -123,7 +113,7 @@ def replay_micro_batch(trainer: Trainer, micro: MicroBatch, *, last: bool) -> No
     trainer.accelerator.gradient_state._set_sync_gradients(last)
     offload = getattr(trainer, "maybe_activation_offload_context", nullcontext())
     with synchronization(trainer, micro.model, last=last), offload:
-        Trainer.training_step(trainer, micro.model, micro.copied_inputs(), micro.num_items)
+        Trainer.training_step(trainer, micro.model, copy.copy(micro.inputs), micro.num_items)
 
 
 def synchronization(trainer: Trainer, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import time
@@ -35,6 +36,7 @@ from flatpeak.integrations.second_pass import (
     autocasts,
     compute_dtype,
     has_nonzero_advantages,
+    plain_attributes,
     preserved_state,
     replay_micro_batch,
     without_autocast,
@@ -103,13 +105,17 @@ class Session:
         if self._active:
             micro = MicroBatch(model=model, num_items=num_items)
             self._micro_batches.append(micro)
-            with self._precision(), self._recording(micro):
-                loss = stock(model, inputs, num_items)
+            self.recording = micro
+            try:
+                with self._precision():
+                    loss = stock(model, inputs, num_items)
+            finally:
+                self.recording = None
         else:
             loss = stock(model, inputs, num_items)
         if self.trainer.accelerator.sync_gradients:
             self._end_update()
-        self.metrics.add_time(time.perf_counter() - started)
+        self.metrics.total_seconds += time.perf_counter() - started
         return loss
 
     def prepare_inputs(self, stock: Callable[[Any], Any], inputs: Any) -> Any:
@@ -118,10 +124,12 @@ class Session:
             self.replaying.rewind(self.trainer)
             if not self.published and self.replaying.random is not None:
                 self.replaying.random.restore()
-            return self.replaying.copied_inputs()
+            return copy.copy(self.replaying.inputs)  # losses remove and add entries
         prepared = stock(inputs)
         if self.recording is not None:
-            self.recording.record_prepared(self.trainer, prepared)
+            self.recording.inputs = prepared
+            self.recording.random = RandomState.now()
+            self.recording.attributes = plain_attributes(self.trainer)
             if self.recording is self._micro_batches[0]:
                 self._start = Buffers(self.trainer.model)
         return prepared
@@ -160,14 +168,25 @@ class Session:
         self._prepared = False
 
     def save(self, directory: str) -> None:
-        """Save the regularizer's state beside the optimizer's."""
-        args = self.trainer.args
-        save_state(self.regularizer, Path(directory), writes=args.should_save)
+        """Write the state that the next update depends on beside the optimizer's. Every rank has to call it."""
+        tensors = {name: tensor.contiguous() for name, tensor in self.regularizer.tensors().items()}
+        if not self.trainer.args.should_save:
+            return
+        state, memory = Path(directory, STATE), Path(directory, MEMORY)
+        state.parent.mkdir(parents=True, exist_ok=True)
+        if tensors:
+            memory.parent.mkdir(exist_ok=True)
+            save_file(tensors, memory)
+        state.write_text(json.dumps(self.regularizer.state()), encoding="utf-8")
 
     def load(self, checkpoint: str) -> None:
         """Restore a checkpoint's state; only the number of steps if it was written without regularization."""
         self._regularizer = None
-        if not load_state(self.regularizer, Path(checkpoint)):
+        state, memory = Path(checkpoint, STATE), Path(checkpoint, MEMORY)
+        if state.exists():
+            tensors = load_file(memory) if memory.exists() else {}
+            self.regularizer.load(json.loads(state.read_text(encoding="utf-8")), tensors)
+        else:
             self.regularizer.schedule.updates = self.trainer.state.global_step
             self.notice(f"{checkpoint} was written without gradient regularization: it begins here")
         self._loaded = True
@@ -176,7 +195,11 @@ class Session:
         """Whether the update that begins has a penalty."""
         schedule = self.regularizer.schedule
         if self.schedule is not None:
-            schedule.config = at_strength(self.config, self.schedule(self.trainer.state.global_step))
+            strength = self.schedule(self.trainer.state.global_step)
+            try:
+                schedule.config = checked_config({**self.config.model_dump(), "strength": strength})
+            except UserError as error:
+                raise UserError(str(error).replace("grad_reg_strength=", "grad_reg_scheduler gave ")) from None
         return schedule.config.enabled and schedule.updates >= schedule.config.delay_updates
 
     def _end_update(self) -> None:
@@ -223,14 +246,6 @@ class Session:
     def _precision(self) -> AbstractContextManager[None]:
         return without_autocast(self.trainer) if self.arguments.grad_reg_precision == "float32" else nullcontext()
 
-    @contextmanager
-    def _recording(self, micro: MicroBatch) -> Iterator[None]:
-        self.recording = micro
-        try:
-            yield
-        finally:
-            self.recording = None
-
     def _give_notices(self) -> None:
         arguments = self.arguments
         if not self.published and (arguments.grad_reg_g1_clip is not None or arguments.grad_reg_g2_clip is not None):
@@ -273,24 +288,13 @@ def published_parameters(
     model: nn.Module, config: GradientRegularizationConfig, exclude: list[str] | str | None
 ) -> GradientRegularizationConfig:
     """The configuration with the published set: the parameters whose names contain none of some words."""
-    words: tuple[str, ...] = PUBLISHED_EXCLUDE
-    if isinstance(exclude, str):
-        words = (exclude,)
-    elif exclude is not None:
-        words = tuple(exclude)
+    given = [exclude] if isinstance(exclude, str) else exclude
+    words = PUBLISHED_EXCLUDE if given is None else given
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     chosen = tuple(name for name in names if not any(word in name for word in words))
     if not chosen:
         raise UserError(f"grad_reg_exclude={list(words)} leaves no trainable parameter to perturb")
     return config.model_copy(update={"perturbed": chosen})
-
-
-def at_strength(config: GradientRegularizationConfig, strength: float) -> GradientRegularizationConfig:
-    """The configuration at a schedule's strength; UserError with the argument's name if that is not a strength."""
-    try:
-        return checked_config({**config.model_dump(), "strength": strength})
-    except UserError as error:
-        raise UserError(str(error).replace("grad_reg_strength=", "grad_reg_scheduler gave ")) from None
 
 
 class MetricsAccumulator:
@@ -301,7 +305,8 @@ class MetricsAccumulator:
         """Updates without their penalty, and updates dropped because of a gradient that is not finite."""
         self._values: dict[str, list[float]] = defaultdict(list)
         self._second_pass_seconds = 0.0
-        self._total_seconds = 0.0
+        self.total_seconds = 0.0
+        """The time of the training steps, second passes included."""
 
     def update(self, report: Report, *, dropped: bool) -> None:
         """Add an update that had, or should have had, a penalty."""
@@ -312,37 +317,11 @@ class MetricsAccumulator:
                 self._values[name].append(value)
         self._second_pass_seconds += report.seconds
 
-    def add_time(self, seconds: float) -> None:
-        """Add the time of a training step, its second pass included."""
-        self._total_seconds += seconds
-
     def pop_means(self) -> dict[str, float]:
         """Return the means by the names of docs/metrics.md, and reset; empty if no update was regularized."""
         means = {name: sum(values) / len(values) for name, values in self._values.items()}
-        if means and self._total_seconds > 0:
-            means["gradreg/time_share"] = self._second_pass_seconds / self._total_seconds
+        if means and self.total_seconds > 0:
+            means["gradreg/time_share"] = self._second_pass_seconds / self.total_seconds
         self._values.clear()
-        self._second_pass_seconds = self._total_seconds = 0.0
+        self._second_pass_seconds = self.total_seconds = 0.0
         return means
-
-
-def save_state(regularizer: GradientRegularizer, directory: Path, *, writes: bool) -> None:
-    """Write the state that the next update depends on. Every rank calls it; the rank that `writes` writes the file."""
-    tensors = {name: tensor.contiguous() for name, tensor in regularizer.tensors().items()}
-    if not writes:
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    if tensors:
-        (directory / MEMORY).parent.mkdir(exist_ok=True)
-        save_file(tensors, directory / MEMORY)
-    (directory / STATE).write_text(json.dumps(regularizer.state()), encoding="utf-8")
-
-
-def load_state(regularizer: GradientRegularizer, directory: Path) -> bool:
-    """Restore a checkpoint's state; False if it has none because it was written without regularization."""
-    if not (directory / STATE).exists():
-        return False
-    memory = directory / MEMORY
-    tensors = load_file(memory) if memory.exists() else {}
-    regularizer.load(json.loads((directory / STATE).read_text(encoding="utf-8")), tensors)
-    return True

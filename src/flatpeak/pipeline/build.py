@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.ranks import ALONE, Ranks
-from flatpeak.evaluation.evaluate import Evaluator, PolicyEvaluator
+from flatpeak.evaluation.evaluate import PolicyEvaluator
 from flatpeak.pipeline.evaluators import build_evaluator
 from flatpeak.pipeline.policies import announce_recipe, check_model, named_reference, open_policy
 from flatpeak.pipeline.request import Algorithm, CallerObjects, check_given_again, make_algorithm
@@ -36,9 +36,9 @@ class Components:
     phases: tuple[Phase, ...]
     reference: Policy | None
     """The model of `reference.model`; the policy as RL begins does not exist yet."""
-    evaluator: Evaluator
+    evaluator: PolicyEvaluator
     """Measures the policy on the held-out prompts."""
-    sft_check: Evaluator
+    sft_check: PolicyEvaluator
     """Measures it on the training prompts that are set aside for `sft.stop_at`."""
     resources: ExitStack
     """Gives the model back, and ends the processes of sampler and rewards; where one raises, the others end too."""
@@ -49,12 +49,12 @@ class Components:
             reward.attach(directory, stopping=lambda: stop.asked)
         self.sampler.stop_when(lambda: stop.asked)
 
-    def stoppable_evaluator(self, stopping: Callable[[], bool]) -> Evaluator:
+    def stoppable_evaluator(self, stopping: Callable[[], bool]) -> PolicyEvaluator:
         """The evaluator, whose sharpness raises StoppedError once `stopping()`."""
-        evaluator = self.evaluator
-        if not isinstance(evaluator, PolicyEvaluator) or evaluator.sharpness is None:
-            return evaluator
-        return replace(evaluator, sharpness=replace(evaluator.sharpness, stopping=stopping))
+        sharpness = self.evaluator.sharpness
+        if sharpness is None:
+            return self.evaluator
+        return replace(self.evaluator, sharpness=replace(sharpness, stopping=stopping))
 
     def take_reference(self) -> Policy | None:
         """Hand over the named reference: a reset replaces it, and then nothing else may keep it in memory."""

@@ -113,7 +113,8 @@ def finish(run: Run, recorder: Recorder) -> RunResult:
 def _end_failed(run: Run, recorder: Recorder, directory: RunDirectory | None, error: Exception) -> None:
     """Save what can be saved after an error, and summarize the failed run; raises an error that says more."""
     # Of what the other ranks do not know, nothing is saved: they would not take part.
-    lost = _saves_nothing(error) or not (run.ranks.knows(error) or run.ranks.raise_alike(error))
+    saves_nothing = isinstance(error, RunError) and error.saves_nothing
+    lost = saves_nothing or not (run.ranks.knows(error) or run.ranks.raise_alike(error))
     unsaved = None if lost else _save_completed(recorder)
     if isinstance(error, UserError):
         recorder.trackers.close("failed")  # before their files go with the run
@@ -130,11 +131,6 @@ def _end_failed(run: Run, recorder: Recorder, directory: RunDirectory | None, er
         if unsaved is not None:
             saved = f"its last step could not be saved ({unsaved})"
         _log_error(run.paths, error, saved=saved)
-
-
-def _saves_nothing(error: Exception) -> bool:
-    """Whether no checkpoint can follow an error, of this rank or of the one that reports it."""
-    return isinstance(error, RunError) and error.saves_nothing
 
 
 def _save_completed(recorder: Recorder, *, interrupted: bool = False) -> str | None:

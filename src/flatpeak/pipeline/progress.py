@@ -92,14 +92,11 @@ def as_progress(progress: Progress | bool | None, *, metric: str | None = None) 
         return SilentProgress()
     if progress is None or progress is True:
         return PlainProgress(sys.stderr, metric=metric)
-    lacking = [name for name in ("update", "notice") if not callable(getattr(progress, name, None))]
-    if lacking or isinstance(progress, type):
-        what = (
-            f"is a class, {progress.__name__}" if isinstance(progress, type) else f"has no {' and no '.join(lacking)}"
-        )
+    complete = all(callable(getattr(progress, name, None)) for name in ("update", "notice"))
+    if isinstance(progress, type) or not complete:
         raise UserError(
-            f"progress={progress!r} {what}: give an object with update(stage, *, step, total, metrics) and "
-            "notice(text), None for lines on stderr, or False for silence"
+            f"progress={progress!r}: give an object with update(stage, *, step, total, metrics) and notice(text), "
+            "None for lines on stderr, or False for silence"
         )
     return progress
 

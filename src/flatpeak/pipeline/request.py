@@ -15,7 +15,7 @@ from flatpeak.config.run_config import RunConfig
 from flatpeak.config.unused_settings import explicit_settings
 from flatpeak.errors import UserError
 from flatpeak.functional.losses import PolicyLoss
-from flatpeak.pipeline.prompt_record import PromptRecord, read_prompt_record
+from flatpeak.pipeline.prompt_record import read_prompt_record
 from flatpeak.pipeline.samplers import SamplerFactory
 from flatpeak.policy.config import ModelConfig
 from flatpeak.protocols import Progress, SamplerLike, Task
@@ -140,19 +140,16 @@ def check_given_again(checkpoint: Path | None, config: RunConfig, objects: Calle
         return
     for name in ("task", "reward", "sampler"):
         section = _SECTIONS.get(name)
-        missing = name in record.objects and getattr(objects, name) is None
-        if missing and (section is None or _is_recorded(section, record, config)):
+        if name not in record.objects or getattr(objects, name) is not None:
+            continue
+        recorded = flatten(record.evaluation.get(section, {})) if section else {}  # it lacks what is of later versions
+        named = flatten(config.model_dump(mode="json")[section]) if section else {}
+        if recorded.items() <= named.items():
             other = "" if section is None else f", or fork the run with another in the recipe ({section}...=...)"
             raise UserError(
                 f"{checkpoint} was trained with a {name} from Python, which no recipe has: give it again, "
                 f"{name}=... of flatpeak.train or flatpeak.fork{other}"
             )
-
-
-def _is_recorded(section: str, record: PromptRecord, config: RunConfig) -> bool:
-    """Whether a section is as it was recorded; keys that the record lacks are of a later version."""
-    recorded = flatten(record.evaluation.get(section, {}))
-    return recorded.items() <= flatten(config.model_dump(mode="json")[section]).items()
 
 
 def _function(own: object) -> object:

@@ -1,22 +1,42 @@
-"""The engines that draw rollouts: what builds the recipe's own, and trials of the native one."""
+"""The engines that draw rollouts: the recipe's own, trials of the native one, and a second process that draws ahead.
+
+Weights travel to that process as a safetensors file, in memory where the system has such a file system, and lie there
+only while both processes live.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from flatpeak.config.run_config import RunConfig
-from flatpeak.errors import UserError
+from flatpeak.errors import RunError, UserError, brief
 from flatpeak.kernels.decode_attention import kernel_notices
 from flatpeak.policy.kernel_verdicts import remembered
+from flatpeak.policy.loading import load_policy, resumed_source
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Progress, Sampler
+from flatpeak.rollout.ahead import Background, answer_request
 from flatpeak.rollout.config import VLLMConfig
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.rollout.hf_generate import GenerateEngine
 from flatpeak.rollout.vllm.sampler import VLLMSampler
 from flatpeak.types import Group, Prompt, SamplingParams
+from flatpeak.utils.child_process import ChildProcess, Parent, ending
+
+MEMORY: Final = Path("/dev/shm")
+WEIGHTS: Final = "weights.safetensors"
+_LAST_LINES: Final = 2
+_FIX: Final = "go on with --resume, with rollout.staleness=0 if it fails again"
 
 
 def build_sampler(policy: Policy, config: RunConfig, *, trains: bool = True) -> Sampler:
@@ -122,3 +142,105 @@ def batch_invariant(
                 if alone.completions != group.completions[:size]:
                     return False
     return True
+
+
+class RolloutProcess(Background):
+    """The background of `RolloutsAhead`: one process with a copy of the policy, started at the first request."""
+
+    def __init__(self, policy: Policy, config: RunConfig) -> None:
+        self._policy = policy
+        self._config = config
+        self._directory: Path | None = None
+        self._child: ChildProcess | None = None
+
+    def begin(self, request: dict[str, Any]) -> None:
+        """Write the weights of now, and send the request."""
+        directory = self._directory or self._start()
+        weights = {name: weight.detach().contiguous() for name, weight in trained(self._policy).items()}
+        save_file(weights, directory / WEIGHTS)
+        self._send(request)
+
+    def result(self) -> dict[str, Any]:
+        """Wait for the answer. RunError where the process has failed or is gone."""
+        assert self._child is not None
+        try:
+            answer: dict[str, Any] = self._child.receive()
+        except (EOFError, OSError):
+            raise self._lost() from None
+        if "error" in answer:
+            raise RunError(f"the process that draws rollouts ahead failed: {answer['error']}; {_FIX}")
+        return answer
+
+    def close(self) -> None:
+        """Kill the process and delete its files."""
+        if self._child is not None:
+            self._child.close()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+        self._child = self._directory = None
+
+    def _start(self) -> Path:
+        parent = MEMORY if os.access(MEMORY, os.W_OK) else None
+        self._directory = directory = Path(tempfile.mkdtemp(prefix="flatpeak-rollouts-", dir=parent))
+        self._policy.save(directory)
+        with (directory / "output.txt").open("wb") as output:
+            self._child = ChildProcess(serve, stdout=output)
+        self._send({"config": self._config.model_dump(mode="json"), "directory": str(directory)})
+        return directory
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._child is not None
+        try:
+            self._child.send(message)
+        except OSError:
+            raise self._lost() from None
+
+    def _lost(self) -> RunError:
+        assert self._child is not None
+        assert self._directory is not None
+        end = ending(self._child.end(1.0))
+        printed = (self._directory / "output.txt").read_text(encoding="utf-8", errors="replace").split("\n")
+        last = "; ".join([line.strip() for line in printed if line.strip()][-_LAST_LINES:])
+        return RunError(f"the process that draws rollouts ahead died: {end}{f' ({last})' if last else ''}; {_FIX}")
+
+
+def trained(policy: Policy) -> dict[str, Tensor]:
+    """The weights that training changes, by name, tied ones once."""
+    return {name: weight for name, weight in policy.model.named_parameters() if weight.requires_grad}
+
+
+def serve(parent: Parent) -> None:
+    """Answer one request after another until the trainer is gone."""
+    try:
+        start = parent.receive()
+        directory = Path(start["directory"])
+        parent.end_with(lambda: shutil.rmtree(directory, ignore_errors=True))
+        try:
+            config = RunConfig.model_validate(start["config"])
+            torch.set_num_threads(config.run.threads or 1)
+            policy = load_policy(resumed_source(config.model, directory), texts=(), seed=0)
+            for file in directory.glob("*model*.safetensors"):
+                file.unlink()  # they lie in memory, and are read
+            sampler = build_sampler(policy, config)
+            weights = dict(policy.model.named_parameters())
+        except Exception as error:
+            parent.send({"error": brief(error)})
+            return
+        while True:
+            request = parent.receive()
+            try:
+                _copy(load_file(directory / WEIGHTS), weights)
+                answer = answer_request(sampler, request)
+            except Exception as error:  # reported by the trainer, which ends
+                answer = {"error": brief(error)}
+            parent.send(answer)
+    except (EOFError, OSError):
+        return
+
+
+@torch.no_grad()
+def _copy(values: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
+    if not values.keys() <= weights.keys():
+        raise RunError("the copy of the policy has other weights than the policy")
+    for name, value in values.items():  # the copy may also train what the policy has frozen
+        weights[name].copy_(value)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,9 @@ from flatpeak.config.algorithm_name import algorithm_name
 from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.ranks import Ranks
 from flatpeak.distributed.sharding import Replica, shard
-from flatpeak.distributed.shared_rollouts import SharedRanker, SharedReward, SharedSampler
+from flatpeak.distributed.shared_rollouts import SharedReward, SharedSampler, divided
 from flatpeak.errors import UserError
 from flatpeak.evaluation.choice_ranking import LetterRanker
-from flatpeak.evaluation.evaluate import Evaluator, PolicyEvaluator
 from flatpeak.pipeline.build import Components, build_components
 from flatpeak.pipeline.policies import check_regularization
 from flatpeak.pipeline.progress import model_line
@@ -30,7 +30,6 @@ from flatpeak.pipeline.samplers import asks_servers, make_sampler
 from flatpeak.policy.model import Policy
 from flatpeak.policy.model_settings import training_layers
 from flatpeak.policy.native_decoding import TORCH
-from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rollout.config import VLLMConfig
 from flatpeak.rollout.vllm.weight_versions import checksums_of
 from flatpeak.runs.notices import RecordedProgress
@@ -124,7 +123,13 @@ def share_components(components: Components, config: RunConfig, objects: CallerO
     whole: Policy = policy
     weights: Callable[[], AbstractContextManager[object]] = nullcontext
     if config.distributed.sharded:
-        check_shardable(objects, policy)
+        if objects.model is not None:
+            raise UserError(
+                "a model that is passed to train() would stay sharded: save it and name it in model.path, or use "
+                "distributed.strategy=ddp"
+            )
+        if not policy.native:
+            raise UserError(f"distributed.strategy shards models of the native engine only ({policy.notice}): use ddp")
         whole = replica = Replica(policy)
         weights = replica.present
         if not served:
@@ -134,16 +139,19 @@ def share_components(components: Components, config: RunConfig, objects: CallerO
         for where, optimizer in (("optimizer", config.optimizer), ("sft.optimizer", config.sft.optimizer)):
             check_blocks(dict(policy.model.named_parameters()), optimizer, where=where)
     rewards = {id(phase.reward): SharedReward(phase.reward, ranks) for phase in components.phases}
-    shared: dict[str, Any] = {"sampler": sampler if served else SharedSampler(sampler, ranks, weights=weights)}
+    shared: dict[str, Any] = {
+        "sampler": sampler if served else SharedSampler(sampler, ranks, weights=weights),
+        "reward": rewards[id(components.evaluator.reward)],
+    }
     if config.evaluation.choices == "rank":
         ranker = LetterRanker(policy=whole, tokenizer=policy.tokenizer)
-        shared["ranker"] = SharedRanker(ranker, ranks, weights=weights)
+        shared["ranker"] = partial(divided, ranker, ranks=ranks, weights=weights)
     return replace(
         components,
         sampler=shared["sampler"],
         phases=tuple(replace(phase, reward=rewards[id(phase.reward)]) for phase in components.phases),
-        evaluator=_shared(components.evaluator, rewards, shared),
-        sft_check=_shared(components.sft_check, rewards, shared),
+        evaluator=replace(components.evaluator, **shared),
+        sft_check=replace(components.sft_check, **shared),
     )
 
 
@@ -173,20 +181,3 @@ def check_alike(components: Components, code: Mapping[str, str], ranks: Ranks) -
 
 def _digest(rows: Sequence[tuple[Any, ...]]) -> str:
     return blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
-
-
-def check_shardable(objects: CallerObjects, policy: Policy) -> None:
-    """UserError for a model that would not come back whole, or that flatpeak's engine does not decode."""
-    if objects.model is not None:
-        raise UserError(
-            "a model that is passed to train() would stay sharded: save it and name it in model.path, or use "
-            "distributed.strategy=ddp"
-        )
-    if not policy.native:
-        raise UserError(f"distributed.strategy shards models of the native engine only ({policy.notice}): use ddp")
-
-
-def _shared(evaluator: Evaluator, rewards: Mapping[int, RewardSet], shared: Mapping[str, Any]) -> Evaluator:
-    if not isinstance(evaluator, PolicyEvaluator):
-        return evaluator
-    return replace(evaluator, reward=rewards.get(id(evaluator.reward), evaluator.reward), **shared)

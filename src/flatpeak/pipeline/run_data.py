@@ -75,7 +75,11 @@ def make_data(config: RunConfig, tasks: RunTasks, policy: Policy, progress: Prog
         for examples, split in ((tasks.main.train, "train"), (tasks.main.test, "test"))
     )
     check_size = config.sft.check_size if config.sft.steps and config.sft.stop_at is not None else 0
-    check_sft_split(check_size, train)
+    if check_size and check_size >= len(train):
+        raise UserError(
+            f"sft.check_size={check_size} sets all {len(train)} training rows aside for sft.stop_at: "
+            "lower sft.check_size"
+        )
     main, first = _stream(train, config, "main"), None
     demonstrated = train[check_size:]
     if config.curriculum and tasks.first:
@@ -103,23 +107,14 @@ def make_prompts(
         progress.notice(
             f"{split}: {built.fewer_shots} of {len(built.prompts)} prompts have fewer worked examples, to fit"
         )
-    unknown = notice_of_unknown_characters([prompt.text for prompt in built.prompts], policy.tokenizer)
-    if unknown is not None:
-        progress.notice(f"{split}: {unknown}")
     asked = ("".join((e.preamble, *e.shots, e.question)) for e in (prompt.example for prompt in built.prompts))
-    spelled = notice_of_control_tokens(asked, policy.tokenizer, what="questions")
-    if spelled is not None:
-        progress.notice(f"{split}: {spelled}")
+    for notice in (
+        notice_of_unknown_characters([prompt.text for prompt in built.prompts], policy.tokenizer),
+        notice_of_control_tokens(asked, policy.tokenizer, what="questions"),
+    ):
+        if notice is not None:
+            progress.notice(f"{split}: {notice}")
     return built.prompts
-
-
-def check_sft_split(check_size: int, train: Sequence[Prompt]) -> None:
-    """UserError where the SFT check would take every training row."""
-    if check_size and check_size >= len(train):
-        raise UserError(
-            f"sft.check_size={check_size} sets all {len(train)} training rows aside for sft.stop_at: "
-            "lower sft.check_size"
-        )
 
 
 def _stream(prompts: tuple[Prompt, ...], config: RunConfig, name: str) -> Stream[Prompt]:
@@ -138,27 +133,21 @@ def _demonstrations(
         spelled = notice_of_control_tokens(rationales, policy.tokenizer, what="rationales")
         if spelled is not None:
             progress.notice(spelled)
-        if dropped:
-            progress.notice(_notice_of_overlong(dropped, left=len(fitting), context=policy.context_length))
-        elif not fitting:
+        if not fitting and not dropped:
             raise UserError(
                 "sft.steps is set but no training row has a rationale: map task.rationale, or set sft.steps=0"
             )
+        if not fitting:
+            raise UserError(
+                f"none of the {dropped} demonstrations fits into the model's context of {policy.context_length} "
+                "tokens: shorten questions or rationales, take a model with a longer context, or set sft.steps=0"
+            )
+        if dropped:
+            progress.notice(
+                f"sft: {dropped} of {dropped + len(fitting)} demonstrations dropped: question and rationale exceed the "
+                f"model's context of {policy.context_length} tokens"
+            )
     return Stream(items=fitting, seed=derive_seed(config.run.seed, "demonstrations"))
-
-
-def _notice_of_overlong(dropped: int, *, left: int, context: int | None) -> str:
-    """The notice of demonstrations that exceed the context; UserError where all do."""
-    total = dropped + left
-    if not left:
-        raise UserError(
-            f"none of the {total} demonstrations fits into the model's context of {context} tokens: shorten questions "
-            "or rationales, take a model with a longer context, or set sft.steps=0"
-        )
-    return (
-        f"sft: {dropped} of {total} demonstrations dropped: question and rationale exceed the model's context of "
-        f"{context} tokens"
-    )
 
 
 def data_digests(config: RunConfig) -> dict[str, str]:
@@ -167,15 +156,12 @@ def data_digests(config: RunConfig) -> dict[str, str]:
     Files are read in pieces; a gigabyte takes about a second.
     """
     recipe = flatten(config.model_dump(mode="json", include=_SECTIONS))
-    named = {key: value for key, value in recipe.items() if isinstance(value, str) and _may_name_data(key)}
     digests = {
-        key: _digest(value, in_task=key.startswith(("task.", "curriculum.task."))) for key, value in named.items()
+        key: _digest(value, in_task=key.startswith(("task.", "curriculum.task.")))
+        for key, value in recipe.items()
+        if isinstance(value, str) and (key.rpartition(".")[2] in _SETTINGS or ".arguments." in key)
     }
     return {key: digest for key, digest in digests.items() if digest is not None}
-
-
-def _may_name_data(key: str) -> bool:
-    return key.rpartition(".")[2] in _SETTINGS or ".arguments." in key
 
 
 def _digest(name: str, *, in_task: bool) -> str | None:

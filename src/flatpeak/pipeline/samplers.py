@@ -10,10 +10,9 @@ from typing import Any
 
 from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.ranks import ALONE, Ranks
-from flatpeak.distributed.served_rollouts import ServedSampler
+from flatpeak.distributed.shared_rollouts import ServedSampler
 from flatpeak.errors import UserError
-from flatpeak.pipeline.rollout_engines import build_sampler, configure_policy, served_sampler
-from flatpeak.pipeline.rollout_process import RolloutProcess
+from flatpeak.pipeline.rollout_engines import RolloutProcess, build_sampler, configure_policy, served_sampler
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Sampler, SamplerLike, Tokenizer
 from flatpeak.rollout.ahead import RolloutsAhead

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +42,12 @@ from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.checkpoints import CheckpointState
 from flatpeak.tasks.preferences import Preferences, PreferencesConfig, load_preferences
 from flatpeak.training.curriculum import Stream
-from flatpeak.training.recorder import Recorder
 from flatpeak.training.reward_model_trainer import (
     EncodedPair,
     EncodedPairs,
     PairEvaluator,
     PreferenceLearner,
     RewardModelTrainer,
-    SavedClassifier,
     encode_pairs,
 )
 from flatpeak.utils.adapter_base import ADAPTER_CONFIG, SCORE_HEADS, check_base
@@ -89,81 +86,59 @@ def train_reward_model(
 
 def run_reward_model(request: RunRequest, *, model: Any = None, tokenizer: Any = None) -> RunResult:
     """Train a reward model as requested, from where it was left."""
-    resolved = resolve_config(request.recipe, request.settings)
-    check_alone(resolved.distributed, "reward models")
-    with open_run(request, resolved, metric="accuracy") as run:
-        run.progress.say(first_line(resolved, model=model))
+    config = resolve_config(request.recipe, request.settings)
+    check_alone(config.distributed, "reward models")
+    with open_run(request, config, metric="accuracy") as run:
+        run.progress.say(first_line(config, model=model))
         checkpoint = run.resume_point.train
-        components = build_reward_model_components(
-            resolved, model, tokenizer, checkpoint=checkpoint, progress=run.progress
-        )
-        pairs = (
-            f"{len(components.train):,} pairs to train on, {len(components.evaluator.pairs):,} held out · reward model"
-        )
-        run.progress.say(model_line(components.classifier.model, data=pairs))
-        section = resolved.reward_model
+        task = config.task
+        if not isinstance(task, PreferencesConfig):
+            raise UserError(
+                f"task.type={task.type}: a reward model learns from preference pairs; use task.type=preferences"
+            )
+        _check_model(config, model, tokenizer)
+        preferences = load_preferences(task)
+        for notice in preferences.notices:
+            run.progress.notice(notice)
+        classifier = _classifier(config, model, tokenizer, preferences, checkpoint=checkpoint)
+        train, test = _encoded_pairs(config, preferences, classifier, run.progress)
+        pairs = f"{len(train):,} pairs to train on, {len(test):,} held out · reward model"
+        run.progress.say(model_line(classifier.model, data=pairs))
+        section, budget = config.reward_model, config.training.micro_batch_tokens
         start = RunStart(
-            evaluator=components.evaluator,
+            evaluator=PairEvaluator(classifier=classifier, pairs=test, task=task.name, batch_tokens=budget),
             evaluation=EvaluationConfig(every=section.evaluate_every, size=section.evaluation_size, metric="accuracy"),
             record=make_prompt_record(
-                resolved,
-                task=components.evaluator.task,
-                kind="reward_model",
-                objects=() if model is None else ("model",),
+                config, task=task.name, kind="reward_model", objects=() if model is None else ("model",)
             ),
         )
         with training(run, start) as recorder:
-            trainer = components.build_trainer(resolved, recorder)
+            reference = test[:REFERENCE_PAIRS]
+            trainer = RewardModelTrainer(
+                PreferenceLearner(classifier, section, micro_batch_tokens=budget, reference=reference),
+                Stream(items=train, seed=derive_seed(config.run.seed, "pairs", section.seed)),
+                config=section,
+                max_skipped_updates=config.training.max_skipped_updates,
+                recorder=recorder,
+            )
             trainer.train(first_step=restore_trainer(trainer, checkpoint))
         return finish(run, recorder)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RewardModelComponents:
-    """The model, the encoded pairs and the evaluator that a reward model is trained with."""
-
-    classifier: Classifier
-    train: tuple[EncodedPair, ...]
-    evaluator: PairEvaluator
-    """Measures the model on the held-out pairs."""
-
-    def build_trainer(self, config: RunConfig, recorder: Recorder) -> RewardModelTrainer:
-        """The trainer with a fresh optimizer."""
-        budget = config.training.micro_batch_tokens
-        reference = self.evaluator.pairs[:REFERENCE_PAIRS]
-        learner = PreferenceLearner(
-            SavedClassifier(classifier=self.classifier, reference=reference, batch_tokens=budget),
-            config.reward_model,
-            micro_batch_tokens=budget,
-        )
-        return RewardModelTrainer(
-            learner,
-            Stream(items=self.train, seed=derive_seed(config.run.seed, "pairs", config.reward_model.seed)),
-            config=config.reward_model,
-            max_skipped_updates=config.training.max_skipped_updates,
-            recorder=recorder,
-        )
-
-
-def build_reward_model_components(
-    config: RunConfig, model: Any, tokenizer: Any, *, checkpoint: CheckpointState | None, progress: Progress
-) -> RewardModelComponents:
-    """Load the pairs and load or build the model; with `checkpoint`, the model is the one saved there."""
-    task = config.task
-    if not isinstance(task, PreferencesConfig):
-        raise UserError(
-            f"task.type={task.type}: a reward model learns from preference pairs; use task.type=preferences"
-        )
+def _check_model(config: RunConfig, model: Any, tokenizer: Any) -> None:
+    """UserError where neither recipe nor caller has a model that can be trained."""
     if model is None:
         check_source(config.model)
     elif tokenizer is None:
         raise UserError("train_reward_model(model=...) needs tokenizer=... too")
     else:
         check_own_adapters(model)
-    preferences = load_preferences(task)
-    for notice in preferences.notices:
-        progress.notice(notice)
-    classifier = _classifier(config, model, tokenizer, preferences, checkpoint=checkpoint)
+
+
+def _encoded_pairs(
+    config: RunConfig, preferences: Preferences, classifier: Classifier, progress: Progress
+) -> tuple[tuple[EncodedPair, ...], tuple[EncodedPair, ...]]:
+    """The pairs to train on and those held out, as the model reads them; UserError where none of them fits."""
     offload = {"reward_model.optimizer.offload": config.reward_model.optimizer.offload}
     for notice in offload_notices(offload, classifier.device):
         progress.notice(notice)
@@ -175,10 +150,7 @@ def build_reward_model_components(
         _encoded(encode_pairs(pairs, classifier.wording), progress, split=split)
         for pairs, split in ((preferences.train, "training"), (preferences.test, "held-out"))
     )
-    evaluator = PairEvaluator(
-        classifier=classifier, pairs=test, task=task.name, batch_tokens=config.training.micro_batch_tokens
-    )
-    return RewardModelComponents(classifier=classifier, train=train, evaluator=evaluator)
+    return train, test
 
 
 def _encoded(encoded: EncodedPairs, progress: Progress, *, split: str) -> tuple[EncodedPair, ...]:

@@ -7,26 +7,45 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatpeak.errors import UserError
 from flatpeak.policy.kv_cache import KeyValueCache
 from flatpeak.policy.linears import Head
 from flatpeak.policy.packing import PackedRow, pack_prompts
 from flatpeak.policy.training_attention import PackedContext, UnservedAttentionError
+from flatpeak.types import PackedCompletions
 
 
-class Probed(Protocol):
-    """The interface of a policy that the probe uses."""
+class PolicyParts(Protocol):
+    """The parts of a policy that probe, self-tests and native kernels use."""
 
     model: Any
     causal: Any
     head: Head
     context_length: int | None
+    gathered: Any
 
     @property
     def device(self) -> torch.device:
         """The device of the weights."""
+        ...
+
+    @property
+    def below_float32(self) -> bool:
+        """Whether any computation in the model rounds more coarsely than float32."""
+        ...
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The trainable parameters of the model."""
+        ...
+
+    def use_kernels(self, native: bool) -> None:
+        """Use native kernels for packed passes, or torch."""
+        ...
+
+    def packed_logprobs(self, batch: PackedCompletions, *, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probability of, and entropy at, each response token."""
         ...
 
     def hidden(self, row: PackedRow, context: PackedContext) -> Tensor:
@@ -98,7 +117,7 @@ def _rope_types(settings: Any) -> set[str]:
 
 
 @torch.no_grad()
-def probe(policy: Probed) -> str | None:
+def probe(policy: PolicyParts) -> str | None:
     """Compare packed and decoded logits with the plain forward pass on two short prompts; None if they agree.
 
     The prompts have 8 and 4 tokens, or fewer if the context is shorter.

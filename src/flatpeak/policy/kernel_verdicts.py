@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import transformers
@@ -24,6 +24,7 @@ import transformers
 from flatpeak.kernels.matmul import onednn_is_faster
 from flatpeak.kernels.native.build import UnavailableError, cache_folder
 from flatpeak.kernels.processor import kind
+from flatpeak.policy.compatibility import PolicyParts
 from flatpeak.policy.linears import plain_class
 
 PACKAGE = Path(__file__).parents[1]
@@ -32,19 +33,7 @@ FOLDERS = ("kernels", "policy", "functional", "rollout")
 PASSED = "passed"
 
 
-class Tested(Protocol):
-    """The part of a policy that is used here."""
-
-    model: Any
-    causal: Any
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the weights."""
-        ...
-
-
-def remembered(test: str, policy: Tested, decide: Callable[[], bool]) -> bool:
+def remembered(test: str, policy: PolicyParts, decide: Callable[[], bool]) -> bool:
     """Whether a policy's model passes a test: from the cache if it has passed before, else by `decide`.
 
     `test` names the test and everything that determines its verdict besides model, machine and program.
@@ -61,7 +50,7 @@ def remembered(test: str, policy: Tested, decide: Callable[[], bool]) -> bool:
     return passed
 
 
-def _path(test: str, policy: Tested) -> Path | None:
+def _path(test: str, policy: PolicyParts) -> Path | None:
     """The file of a verdict; None on a GPU, where a test must load the kernels, and without a folder of this user's."""
     if policy.device.type != "cpu":
         return None
@@ -69,23 +58,20 @@ def _path(test: str, policy: Tested) -> Path | None:
         folder = cache_folder()
     except UnavailableError:
         return None
-    facts = [test, _model(policy), _machine(), _sources()]
+    versions = [torch.__version__, transformers.__version__, platform.python_version()]
+    processor = [platform.machine(), kind(), torch.backends.cpu.get_cpu_capability()]
+    machine = [versions, processor, torch.get_num_threads(), onednn_is_faster()]
+    facts = [test, _model(policy), machine, _sources()]
     digest = blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=16)
     return folder / f"verdict-{digest.hexdigest()}"
 
 
-def _model(policy: Tested) -> list[Any]:
+def _model(policy: PolicyParts) -> list[Any]:
     config = policy.causal.config.to_dict()
     config.pop("_name_or_path", None)
     modules = [(name, str(plain_class(module))) for name, module in policy.model.named_modules()]
     weights = [(str(each.shape), str(each.dtype), each.requires_grad) for each in policy.model.parameters()]
     return [config, modules, weights]
-
-
-def _machine() -> list[Any]:
-    versions = [torch.__version__, transformers.__version__, platform.python_version()]
-    processor = [platform.machine(), kind(), torch.backends.cpu.get_cpu_capability()]
-    return [versions, processor, torch.get_num_threads(), onednn_is_faster()]
 
 
 @cache
@@ -96,6 +82,6 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-def _is_finite(policy: Tested) -> bool:
+def _is_finite(policy: PolicyParts) -> bool:
     """Whether all weights are finite: otherwise their sum is not."""
     return all(bool(weight.detach().sum().isfinite()) for weight in policy.model.parameters())

@@ -53,7 +53,7 @@ GPU_KEY_MULTIPLE = 64
 
 
 class DecodeAttention(Protocol):
-    """Attention of one new token per slot over a cache, on one kind of device (decode_attention_cpu, _gpu)."""
+    """Attention of one new token per slot over a cache, on one kind of device (decoding_attention.py)."""
 
     def rearranged(self, cache: KeyValueCache) -> None:
         """Handle slots or prompts that have been filled, moved or emptied."""
@@ -89,8 +89,6 @@ class KeyValueCache:
         self.num_slots = slots
         self.key_multiple = key_multiple
         self.columns = round_up(new_tokens, key_multiple)
-        self.new_tokens = new_tokens
-        """The most tokens of a completion in this request."""
         self.lengths_S = torch.zeros(slots, dtype=torch.int64, device=device)
         """Own columns filled."""
         self.positions_S = torch.zeros_like(self.lengths_S)
@@ -105,10 +103,8 @@ class KeyValueCache:
         self.calls: list[int] = []
         """The layers that asked for attention in this step."""
         self._on_gpu = device.type != "cpu"
-        self._starts = [0] * slots  # a slot's length is its start plus the tokens decoded since the cache began
-        self._decoded = 0
-        self._cleared = self.columns if self._on_gpu else 0  # a captured step must not clear anything
         self._attention = attention
+        self.restart(new_tokens=new_tokens)
 
     @property
     def step_state(self) -> list[Tensor]:
@@ -130,14 +126,14 @@ class KeyValueCache:
         return slots <= self.num_slots and new_tokens <= self.columns and self.prompts.serves(entries, buckets)
 
     def restart(self, *, new_tokens: int) -> None:
-        """Serve another request in the same memory."""
+        """Serve another request in the same memory, with at most so many tokens of a completion."""
         for tensor in self._of_slots:
             tensor.zero_()
         self.prompts.restart()
         self.new_tokens = new_tokens
-        self._starts = [0] * self.num_slots
+        self._starts = [0] * self.num_slots  # a slot's length is its start plus the tokens decoded since then
         self._decoded = 0
-        self._cleared = self.columns if self._on_gpu else 0
+        self._cleared = self.columns if self._on_gpu else 0  # a captured step must not clear anything
         self._attention.rearranged(self)
 
     def store(self, entries: Sequence[int], prefill: PackedContext) -> None:

@@ -130,13 +130,6 @@ def _check_files(path: str, directory: Path, *, tokenizer: bool) -> None:
         raise UserError(f"model.path={path}: the directory has a model but no tokenizer; copy tokenizer.json into it")
 
 
-def _check_writes(settings: Any) -> None:
-    """Raise a UserError for a reward model: transformers would drop its head, and generate text without it."""
-    heads = [name for name in settings.architectures or () if name.endswith("ForSequenceClassification")]
-    if heads:
-        raise UserError(f"{heads[0]} is a reward model, which scores answers and writes none; name a language model")
-
-
 def load_pretrained(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
     """Load an existing model and its tokenizer; all of the model's weights must be in its files.
 
@@ -153,7 +146,12 @@ def load_pretrained(config: ModelConfig, *, dtype: torch.dtype, device: torch.de
             else:
                 tokenizer = load_tokenizer(path, **source)
             settings = AutoConfig.from_pretrained(path, **source)
-            _check_writes(settings)
+            # Of a reward model transformers would drop the head, and generate text without it.
+            heads = [name for name in settings.architectures or () if name.endswith("ForSequenceClassification")]
+            if heads:
+                raise UserError(
+                    f"{heads[0]} is a reward model, which scores answers and writes none; name a language model"
+                )
             quantized = is_quantized(settings, config)
             model, report = AutoModelForCausalLM.from_pretrained(
                 path,

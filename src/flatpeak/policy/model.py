@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from functools import partial
 from operator import call
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,7 @@ from flatpeak.functional.logprobs import token_logprobs
 from flatpeak.kernels.native.decode import NativeCache, PackedModel
 from flatpeak.policy.checkpoint_weights import named_weights, save_model
 from flatpeak.policy.compatibility import probe, unsupported
-from flatpeak.policy.decode_attention_cpu import CpuDecodeAttention
-from flatpeak.policy.decode_attention_gpu import GpuDecodeAttention
+from flatpeak.policy.decoding_attention import CpuDecodeAttention, GpuDecodeAttention
 from flatpeak.policy.kv_cache import GPU_KEY_MULTIPLE, KeyValueCache, fitting_buckets, graded_buckets, key_multiple
 from flatpeak.policy.linears import make_fast, packed_weights, read_head
 from flatpeak.policy.model_settings import (
@@ -83,6 +82,7 @@ class Policy:
         """For a sharded model, makes a context with a whole copy."""
         self.compute_dtype: torch.dtype | None = None
         """The type to which passes round the trainable weights of a sharded model that has float32 masters."""
+        self._masters: dict[nn.Parameter, Tensor] = {}
         self._kept_cache: KeyValueCache | None = None
         self._offloaded: OffloadedWeights | None = None
         self.notice = unsupported(self.causal)
@@ -136,10 +136,6 @@ class Policy:
         self._masters.clear()
         self.kernels.release()
         self._before.forget_weights()
-
-    @cached_property
-    def _masters(self) -> dict[nn.Parameter, Tensor]:
-        return {}
 
     def token_logprobs(
         self, batch: PackedCompletions, *, temperature: float, twice_differentiable: bool = False
@@ -217,6 +213,15 @@ class Policy:
         """A context in which the weights are on the device; may be nested."""
         return nullcontext() if self._offloaded is None else self._offloaded.on_device()
 
+    def attach_sharding(
+        self,
+        enter: Callable[[Callable[[], Any]], Any],
+        gathered: Callable[[], AbstractContextManager[Policy]],
+        compute_dtype: torch.dtype | None,
+    ) -> None:
+        """Run passes by `enter`, decode and save by the copy that `gathered` gives; passes round to `compute_dtype`."""
+        self.enter, self.gathered, self.compute_dtype = enter, gathered, compute_dtype
+
     def _own_weights(self) -> list[nn.Parameter]:
         return list(self.model.parameters())
 
@@ -268,18 +273,11 @@ class Policy:
         if self._packed is not None:
             longest = max(prompt_lengths)
             return NativeCache(self._packed, slots=slots, longest_prompt=longest, new_tokens=new_tokens)
+        new_cache = partial(KeyValueCache, slots=slots, entries=entries, new_tokens=new_tokens, device=self.device)
         if self.device.type == "cpu":
             multiple = key_multiple(self.causal.config) if self.batch_invariant else 1
             buckets = fitting_buckets(prompt_lengths, entries, multiple=multiple)
-            return KeyValueCache(
-                slots=slots,
-                entries=entries,
-                buckets=buckets,
-                new_tokens=new_tokens,
-                key_multiple=multiple,
-                attention=CpuDecodeAttention(),
-                device=self.device,
-            )
+            return new_cache(buckets=buckets, key_multiple=multiple, attention=CpuDecodeAttention())
         buckets = graded_buckets(prompt_lengths, entries)
         cache = self._kept_cache
         if cache is None or not cache.serves(slots=slots, entries=entries, buckets=buckets, new_tokens=new_tokens):
@@ -287,15 +285,7 @@ class Policy:
             for columns, count in cache.prompts.buckets.items() if cache is not None else ():
                 buckets[columns] = max(count, buckets.get(columns, 0))
             self._kept_cache = cache = None  # freed before the new one is allocated
-            cache = KeyValueCache(
-                slots=slots,
-                entries=entries,
-                buckets=buckets,
-                new_tokens=new_tokens,
-                key_multiple=GPU_KEY_MULTIPLE,
-                attention=GpuDecodeAttention(),
-                device=self.device,
-            )
+            cache = new_cache(buckets=buckets, key_multiple=GPU_KEY_MULTIPLE, attention=GpuDecodeAttention())
             self._kept_cache = cache
         cache.restart(new_tokens=new_tokens)
         return cache

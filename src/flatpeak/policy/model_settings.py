@@ -11,12 +11,13 @@ import gc
 import os
 import shutil
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -34,6 +35,7 @@ _holders: weakref.WeakKeyDictionary[nn.Module, weakref.ref[object]] = weakref.We
 """The policy that holds each model, while both exist."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class TrainingForward:
     """The replacement of one layer's `forward`; passes without gradients run the layer unchanged.
 
@@ -41,10 +43,9 @@ class TrainingForward:
     the copy's weights.
     """
 
-    def __init__(self, layer: nn.Module, *, recompute: bool, compiled: Forward | None) -> None:
-        self.layer = layer
-        self.recompute = recompute
-        self.compiled = compiled
+    layer: nn.Module
+    recompute: bool
+    compiled: Forward | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer; with gradients, as training requires."""
@@ -81,7 +82,7 @@ def training_layers(model: Any, *, recompute: bool, compiled: bool) -> Iterator[
         kind: torch.compile(kind.forward, dynamic=True) for kind in {type(layer) for layer in layers} if compiled
     }
     for layer in layers:
-        setattr(layer, "forward", TrainingForward(layer, recompute=recompute, compiled=by_class.get(type(layer))))  # noqa: B010
+        setattr(layer, "forward", TrainingForward(layer=layer, recompute=recompute, compiled=by_class.get(type(layer))))  # noqa: B010
     try:
         yield
     finally:
@@ -98,25 +99,33 @@ def scoring(model: nn.Module, *, trained: Collection[str] | None = None) -> Iter
     Gradients are off, except in compiled layers: their graphs depend on which weights have gradients, and each graph
     rounds differently. `trained` names those weights for a copy of the trained model, in which no weight has gradients.
     """
-    if not any(is_compiled(layer) for layer in model.modules()):
+    forwards = [training_forward(layer) for layer in model.modules()]
+    if not any(forward is not None and forward.compiled is not None for forward in forwards):
         with torch.no_grad():
             yield
         return
     held = [weight for name, weight in model.named_parameters() if trained is not None and name in trained]
-    for weight in held:
-        weight.requires_grad_(True)
+    with gradients_of(held, required=True), torch.enable_grad():
+        yield
+
+
+@contextmanager
+def gradients_of(weights: Iterable[nn.Parameter], *, required: bool) -> Iterator[None]:
+    """A context in which passes compute the gradients of these weights, or none of them."""
+    changed = [weight for weight in weights if weight.requires_grad != required]
+    for weight in changed:
+        weight.requires_grad_(required)
     try:
-        with torch.enable_grad():
-            yield
+        yield
     finally:
-        for weight in held:
-            weight.requires_grad_(False)
+        for weight in changed:
+            weight.requires_grad_(not required)
 
 
 @contextmanager
 def plain_layers(model: nn.Module) -> Iterator[None]:
     """A context in which all passes run the layers unchanged: neither option can be differentiated twice."""
-    held = [(layer, layer.__dict__.pop("forward")) for layer in model.modules() if has_training_forward(layer)]
+    held = [(layer, layer.__dict__.pop("forward")) for layer in model.modules() if training_forward(layer)]
     try:
         yield
     finally:
@@ -124,15 +133,10 @@ def plain_layers(model: nn.Module) -> Iterator[None]:
             layer.__dict__["forward"] = forward
 
 
-def has_training_forward(layer: nn.Module) -> bool:
-    """Whether `training_layers` has replaced this layer's forward pass."""
-    return isinstance(layer.__dict__.get("forward"), TrainingForward)
-
-
-def is_compiled(layer: nn.Module) -> bool:
-    """Whether this layer runs compiled in passes with gradients."""
+def training_forward(layer: nn.Module) -> TrainingForward | None:
+    """The forward pass that `training_layers` has given this layer, if it has."""
     forward = layer.__dict__.get("forward")
-    return isinstance(forward, TrainingForward) and forward.compiled is not None
+    return forward if isinstance(forward, TrainingForward) else None
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -169,14 +173,10 @@ def check_compiler(device: torch.device) -> None:
     if shutil.which(compiler) is None:
         raise UserError(f"training.compile=true needs a C++ compiler, and there is no {compiler}: {remedy}")
     try:
-        torch.compile(_example)(torch.ones(8, device=device))
+        torch.compile(lambda values: values.sin() + 1)(torch.ones(8, device=device))
     except Exception as error:  # a broken toolchain may raise anything
         line = str(error).strip().split("\n")[0]
         raise UserError(f"training.compile=true: torch.compile fails here ({line}): {remedy}") from error
-
-
-def _example(values: torch.Tensor) -> torch.Tensor:
-    return values.sin() + 1
 
 
 def silence_dropout(
@@ -277,15 +277,12 @@ class ModelSettings:
         for module, training in self.modes.items():
             module.training = training
         for parameter, trainable in self.trainable.items():
-            if parameter.grad is not None and self._before(parameter) is not parameter.grad:
+            before = self.gradients.get(parameter)
+            if parameter.grad is not None and (before is None or before() is not parameter.grad):
                 parameter.grad = None
             parameter.requires_grad_(trainable)
             if parameter.grad_dtype != self.grad_dtypes[parameter]:
                 parameter.grad_dtype = self.grad_dtypes[parameter]
-
-    def _before(self, parameter: nn.Parameter) -> Tensor | None:
-        reference = self.gradients.get(parameter)
-        return None if reference is None else reference()
 
 
 def _own_attention(causal: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -16,10 +16,11 @@ from torch import Tensor
 from flatpeak.errors import UserError
 from flatpeak.kernels.native.build import UnavailableError, library_name
 from flatpeak.kernels.native.decode import ModelWeights, NativeCache, PackedModel
+from flatpeak.policy.compatibility import PolicyParts
 from flatpeak.policy.kernel_verdicts import remembered
 from flatpeak.policy.linears import FastLayer
-from flatpeak.policy.native_training import Trained, largest_gaps, probe_tokens
-from flatpeak.policy.native_weights import Decoded, read_weights
+from flatpeak.policy.native_training import largest_gaps, probe_tokens
+from flatpeak.policy.native_weights import read_weights
 
 Kernels = Literal["auto", "torch", "native"]
 SETTING = "FLATPEAK_KERNELS"
@@ -33,12 +34,6 @@ LARGEST_TOLERANCE = 1e-4
 """Tolerance for any single token: for improbable tokens of a large vocabulary, torch's rounding exceeds `TOLERANCE`."""
 TEST_PROMPTS, TEST_GROUPS, TEST_STEPS = (1, 33, 3, 18), (1, 5, 2, 4), 20
 """Tokens of each prompt, completions of each prompt, and tokens of each completion in the self-test."""
-
-
-class Computed(Decoded, Trained, Protocol):
-    """A policy that decodes and is trained."""
-
-    gathered: Any
 
 
 Result = TypeVar("Result")
@@ -92,13 +87,13 @@ class KernelChoice:
         reasons = {"decoding goes": self.reason, "a training pass goes": self.training_reason}
         return [f"{what} without native kernels, and is slower: {why}" for what, why in reasons.items() if why]
 
-    def name(self, policy: Decoded) -> str:
+    def name(self, policy: PolicyParts) -> str:
         """The decoder of requests, chosen now if there is none yet."""
         if self.used is None:
             self.pack(policy)
         return self.used or TORCH
 
-    def names(self, policy: Computed) -> str:
+    def names(self, policy: PolicyParts) -> str:
         """The decoder, and the kernels of training passes if different; only the latter if servers draw rollouts."""
         trains = library_name() if self.trains(policy) else TORCH
         if self.idle:
@@ -106,13 +101,13 @@ class KernelChoice:
         decodes = self.name(policy)
         return decodes if decodes == trains else f"{decodes} in rollouts, {trains} in training passes"
 
-    def pack(self, policy: Decoded) -> PackedModel | None:
+    def pack(self, policy: PolicyParts) -> PackedModel | None:
         """The weights for one request, or None if torch decodes it; UserError if only kernels are allowed."""
         packed, self.reason = self._unless_torch(policy, lambda: self._pack(policy))
         self.used = TORCH if packed is None else library_name()
         return packed
 
-    def trains(self, policy: Computed) -> bool:
+    def trains(self, policy: PolicyParts) -> bool:
         """Whether passes with gradients use kernels, and with them the passes that score alike; decided once."""
         # The shards of a model cannot be compared with anything.
         if self._leaves_to_torch(policy):
@@ -121,10 +116,10 @@ class KernelChoice:
             _, self.training_reason = self._unless_torch(policy, lambda: self._compare(policy))
         return bool(self._trains)
 
-    def _leaves_to_torch(self, policy: Decoded) -> bool:
+    def _leaves_to_torch(self, policy: PolicyParts) -> bool:
         return self.setting == "torch" or (self.setting == "auto" and policy.device.type != "cpu")
 
-    def _unless_torch(self, policy: Decoded, prepare: Callable[[], Result]) -> tuple[Result | None, str | None]:
+    def _unless_torch(self, policy: PolicyParts, prepare: Callable[[], Result]) -> tuple[Result | None, str | None]:
         """The result of `prepare`, or None with the reason; UserError if kernels are the only choice."""
         if self._leaves_to_torch(policy):
             return None, None
@@ -142,7 +137,7 @@ class KernelChoice:
         """Free the packed weights: a training pass needs the memory, and then changes the weights."""
         self._kept = None
 
-    def _pack(self, policy: Decoded) -> PackedModel:
+    def _pack(self, policy: PolicyParts) -> PackedModel:
         weights = read_weights(policy)  # not copied yet
         if self._agrees is None:
             test = f"decoding by {library_name()}"
@@ -154,7 +149,7 @@ class KernelChoice:
             raise UnavailableError("their log-probabilities differ from torch's on this model and machine")
         return self._copy(policy, weights)
 
-    def _copy(self, policy: Decoded, weights: ModelWeights) -> PackedModel:
+    def _copy(self, policy: PolicyParts, weights: ModelWeights) -> PackedModel:
         """The packed weights: those of the last request if nothing has changed them."""
         state = _state(policy)
         if self._kept is None or self._kept.state != state:
@@ -162,7 +157,7 @@ class KernelChoice:
             self._kept = _Copy(PackedModel(weights), list(policy.model.parameters()), state)
         return self._kept.packed
 
-    def _compare(self, policy: Computed) -> None:
+    def _compare(self, policy: PolicyParts) -> None:
         weight = policy.head.linear.weight
         if policy.below_float32 or (weight.device.type, weight.dtype) != ("cpu", torch.float32):
             raise UnavailableError("they compute in float32 on a CPU")
@@ -182,12 +177,12 @@ def _is_tolerated(what: str, *gaps: float) -> bool:
     return max(gaps) <= 1
 
 
-def _versions(policy: Decoded) -> list[int]:
+def _versions(policy: PolicyParts) -> list[int]:
     """The number of changes of each weight so far, as torch counts them; 0 if it does not count (inference mode)."""
     return [0 if weight.is_inference() else weight._version for weight in policy.model.parameters()]
 
 
-def _state(policy: Decoded) -> list[Any]:
+def _state(policy: PolicyParts) -> list[Any]:
     """Everything that packed weights depend on: the set of weights, their changes, and the active adapters."""
     adapters = [each.adapter() for each in policy.model.modules() if isinstance(each, FastLayer)]
     scalings = [(id(each.down_RK), id(each.up_NR), each.scaling) for each in adapters if each is not None]
@@ -198,7 +193,7 @@ def _state(policy: Decoded) -> list[Any]:
 
 
 @torch.inference_mode()
-def largest_gap(policy: Decoded, packed: PackedModel) -> float:
+def largest_gap(policy: PolicyParts, packed: PackedModel) -> float:
     """The largest difference in log-probabilities from torch, relative to the tolerance; NaN if any is NaN.
 
     Groups have uneven sizes. Completions consist of given tokens and are not drawn; every slot decodes at every step.

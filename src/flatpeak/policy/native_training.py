@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,9 @@ from transformers.activations import NewGELUActivation, SiLUActivation
 from flatpeak.errors import brief
 from flatpeak.kernels.native.build import UnavailableError, library
 from flatpeak.kernels.native.training_pass import gelu, rms_norm, swiglu
-from flatpeak.policy.linears import Exchanged, Head, is_watched
-from flatpeak.policy.model_settings import plain_layers, without_dropout
+from flatpeak.policy.compatibility import PolicyParts
+from flatpeak.policy.linears import Exchanged, is_watched
+from flatpeak.policy.model_settings import gradients_of, plain_layers, without_dropout
 from flatpeak.types import PackedCompletions
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
@@ -37,27 +38,6 @@ GRADIENT_TOLERANCE = 1e-4
 OWN_TOLERANCE, LEAST_TOLERANCE = 1e-2, 1e-6
 """A weight's gradient may differ by the first times its largest entry, plus the second times the largest entry of all,
 because some gradients consist of rounding error; at most by GRADIENT_TOLERANCE."""
-
-
-class Trained(Protocol):
-    """The part of a policy that is used here."""
-
-    model: Any
-    causal: Any
-    head: Head
-    context_length: int | None
-
-    def parameters(self) -> list[nn.Parameter]:
-        """The trainable parameters of the model."""
-        ...
-
-    def use_kernels(self, native: bool) -> None:
-        """Use native kernels for packed passes, or torch."""
-        ...
-
-    def packed_logprobs(self, batch: PackedCompletions, *, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probability of, and entropy at, each response token."""
-        ...
 
 
 class NativeNorm(Exchanged):
@@ -130,7 +110,7 @@ def _native_class(plain: type[nn.Module]) -> type[nn.Module] | None:
 
 
 @torch.inference_mode(False)
-def largest_gaps(policy: Trained) -> tuple[float, float]:
+def largest_gaps(policy: PolicyParts) -> tuple[float, float]:
     """The largest differences of log-probabilities and gradient from torch, each relative to its tolerance.
 
     UnavailableError if the pass by kernels fails.
@@ -138,9 +118,11 @@ def largest_gaps(policy: Trained) -> tuple[float, float]:
     vocabulary = len(policy.head.linear.weight)
     batch = _test_batch(vocabulary, policy.context_length or vocabulary)
     weights_T = torch.linspace(-1.0, 1.5, len(batch.tokens_T))
+    # A frozen copy shares the policy's verdict: all of its weights are differentiated.
+    parameters = policy.parameters() or [each for each in policy.model.parameters() if each.is_floating_point()]
     results = []
     with (
-        _differentiated(policy) as parameters,
+        gradients_of(parameters, required=True),
         _without_hooks(parameters),
         plain_layers(policy.causal),
         without_dropout(policy.model),
@@ -171,20 +153,6 @@ def _largest_gap(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> float:
     own = OWN_TOLERANCE * sizes + LEAST_TOLERANCE * sizes.max()
     tolerated = own.clamp(max=GRADIENT_TOLERANCE * float(sizes.max()))
     return float(torch.where(gaps == 0, gaps, gaps / tolerated).max())
-
-
-@contextmanager
-def _differentiated(policy: Trained) -> Iterator[Sequence[nn.Parameter]]:
-    """A context with the trainable weights; for a frozen copy, which shares the policy's verdict, with all of them."""
-    trainable = policy.parameters()
-    frozen = [] if trainable else [each for each in policy.model.parameters() if each.is_floating_point()]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    try:
-        yield trainable or frozen
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,9 @@ from transformers.pytorch_utils import Conv1D
 from flatpeak.kernels.low_rank import Adapter
 from flatpeak.kernels.native.build import UnavailableError
 from flatpeak.kernels.native.decode import LINEAR, Affine, ModelWeights
-from flatpeak.policy.compatibility import Probed
+from flatpeak.policy.compatibility import PolicyParts
 from flatpeak.policy.linears import FastLayer, plain_class
-from flatpeak.policy.model_settings import has_training_forward
+from flatpeak.policy.model_settings import training_forward
 
 _LLAMA = {
     "before": "input_layernorm",
@@ -48,17 +48,8 @@ _GELU = ("gelu_new", "gelu_pytorch_tanh")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
-class Decoded(Probed, Protocol):
-    """The part of a policy that is used here."""
-
-    @property
-    def below_float32(self) -> bool:
-        """Whether any computation in the model rounds more coarsely than float32."""
-        ...
-
-
 @torch.no_grad()
-def read_weights(policy: Decoded) -> ModelWeights:
+def read_weights(policy: PolicyParts) -> ModelWeights:
     """The weights of a model for the kernels; UnavailableError if they do not support it. Layers are read lazily."""
     config, gpt2 = policy.causal.config, policy.causal.config.model_type == "gpt2"
     if (reason := _unserved(policy)) is not None:
@@ -86,7 +77,7 @@ def read_weights(policy: Decoded) -> ModelWeights:
     )
 
 
-def _unserved(policy: Decoded) -> str | None:
+def _unserved(policy: PolicyParts) -> str | None:
     """The reason why the kernels do not support a model, if any."""
     config = policy.causal.config
     if policy.below_float32 or (policy.device.type, policy.head.linear.weight.dtype) != ("cpu", torch.float32):
@@ -105,7 +96,7 @@ def _unserved(policy: Decoded) -> str | None:
         return f"they know only the usual variant of {config.model_type}"
     for module in policy.causal.modules():
         # A training forward only affects passes with gradients.
-        replaced = "forward" in module.__dict__ and not has_training_forward(module)
+        replaced = "forward" in module.__dict__ and training_forward(module) is None
         if replaced or any(module.__dict__[name] for name in _HOOKS):
             return f"a {type(module).__name__} has a hook"
     return None
@@ -118,7 +109,7 @@ def _rope(rotary: nn.Module, positions: int) -> tuple[Tensor, Tensor]:
     return cosines, sines
 
 
-def _check_own(policy: Decoded, *modules: nn.Module) -> None:
+def _check_own(policy: PolicyParts, *modules: nn.Module) -> None:
     """UnavailableError if a module is not the one that transformers has for this type of model."""
     kind = policy.causal.config.model_type
     for module in modules:

@@ -27,11 +27,6 @@ DRAWN: Final = "drawn"
 class Background(Protocol):
     """Draws one request at a time, with the policy's weights as they are when it begins, in parallel to the caller."""
 
-    @property
-    def pid(self) -> int | None:
-        """The process that draws; None if there is none, or none yet."""
-        return None
-
     def stop_when(self, stopping: Callable[[], bool]) -> None:
         """Abort a drawing that waits for servers or processes once `stopping()` is true."""
         return
@@ -173,12 +168,5 @@ def decode_groups(groups: Sequence[Sequence[JSON]], prompts: Sequence[Prompt]) -
 
 
 def _completion(fields: JSON) -> Completion:
-    filtered = fields["filtered_logprobs"]
-    return Completion(
-        token_ids=tuple(fields["token_ids"]),
-        logprobs=tuple(fields["logprobs"]),
-        finish_reason=fields["finish_reason"],
-        text=fields["text"],
-        filtered_logprobs=None if filtered is None else tuple(filtered),
-        weight_version=fields.get("weight_version"),
-    )
+    rows: JSON = {name: tuple(value) if isinstance(value, list | tuple) else value for name, value in fields.items()}
+    return Completion(**rows)

@@ -8,8 +8,7 @@ cache or history. `GraphedStep.begin` checks this for the tensors in `fixed`.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,7 +30,6 @@ class GraphedStep:
         device: torch.device | str,
         state: Callable[[], Sequence[Tensor]],
         fixed: Callable[[], Iterable[Tensor]] = tuple,
-        enabled: bool = True,
     ) -> None:
         """`step` runs before it is captured, so it must be repeatable after the tensors of `state()` are restored.
 
@@ -43,42 +41,31 @@ class GraphedStep:
         self._device = torch.device(device)
         self._state = state
         self._fixed = fixed
-        self._enabled = enabled and self._device.type == "cuda"
+        self._enabled = self._device.type == "cuda"
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._side: torch.cuda.Stream | None = None
-        self._begun_with: tuple[Hashable, tuple[int, ...]] | None = None
+        self._begun_with: list[int] | None = None
         self.reason: str | None = None
-        """The reason why steps run without graphs although graphs are enabled; None if they run with graphs."""
-        self.capture_seconds = 0.0
-        """Time spent on warm-up and capture so far."""
+        """The reason why steps run without graphs on a GPU; None if they run with graphs."""
 
     @property
     def sizes(self) -> list[int]:
         """The batch sizes captured so far."""
         return sorted(self._graphs)
 
-    def begin(self, *, constants: Hashable = None) -> None:
-        """Drop the graphs if a tensor has moved or a host value of the step (a temperature) has changed; per rollout.
-
-        `constants`: those host values.
-        """
+    def begin(self) -> None:
+        """Drop the graphs if a tensor has moved; to be called before each rollout."""
         if not self._enabled:
             return
-        now = (constants, tuple(tensor.data_ptr() for tensor in self._fixed()))
+        now = [tensor.data_ptr() for tensor in self._fixed()]
         if now != self._begun_with:
             self.invalidate()
         self._begun_with = now
 
-    def prepare(self, sizes: Iterable[int]) -> None:
-        """Capture these sizes now, the largest first: smaller graphs then reuse its memory."""
-        for batch_size in sorted(set(sizes), reverse=True):
-            if self._wants(batch_size):
-                self._capture(batch_size)
-
     def __call__(self, batch_size: int) -> None:
         """Make one step over the first `batch_size` slots."""
-        if self._wants(batch_size):
+        if self._enabled and self.reason is None and batch_size not in self._graphs:
             self._capture(batch_size)
         if batch_size in self._graphs:
             self._graphs[batch_size].replay()
@@ -92,12 +79,8 @@ class GraphedStep:
         self._begun_with = None
         self.reason = None
 
-    def _wants(self, batch_size: int) -> bool:
-        return self._enabled and self.reason is None and batch_size not in self._graphs
-
     def _capture(self, batch_size: int) -> None:
         """Capture a step of this size. The state is unchanged afterwards, even if the capture fails."""
-        began = time.perf_counter()
         main = torch.cuda.current_stream(self._device)
         self._side = self._side or torch.cuda.Stream(self._device)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
@@ -120,7 +103,6 @@ class GraphedStep:
             self.reason = (
                 f"decoding runs without CUDA graphs, and is slower: a step of {batch_size} slots failed ({line})"
             )
-        self.capture_seconds += time.perf_counter() - began
 
     def _rehearse(
         self, batch_size: int, saved: Sequence[Tensor], main: torch.cuda.Stream, side: torch.cuda.Stream

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -19,6 +20,7 @@ from flatpeak.rollout.scheduler import Admission, Schedule, longest_first
 from flatpeak.rollout.slots import CompletionBuffer, DecodeSlots, check_request
 from flatpeak.rollout.stopping import StopStrings
 from flatpeak.types import Group, Prompt, SamplingParams
+from flatpeak.utils.buckets import in_buckets
 
 if TYPE_CHECKING:
     from flatpeak.protocols import Decoder
@@ -79,9 +81,9 @@ class NativeEngine(Sampler):
             decode_slots = self._open(prompts, schedule, group_size=group_size, sampling=sampling, seed=seed)
             limit = self._prefill_tokens
             request = _Request(
-                self._decoder,
-                prompts,
-                decode_slots=decode_slots,
+                decoder=self._decoder,
+                prompts=prompts,
+                slots=decode_slots,
                 schedule=schedule,
                 group_size=group_size,
                 prefill_tokens=min(limit, getattr(decode_slots.cache, "prefill_tokens", limit)),
@@ -167,56 +169,53 @@ class NativeEngine(Sampler):
         return decode_slots
 
 
+@dataclass(kw_only=True)
 class _Request:
     """One call of the engine, from reading the first prompt to completing the last group."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        prompts: Sequence[Prompt],
-        *,
-        decode_slots: DecodeSlots,
-        schedule: Schedule,
-        group_size: int,
-        prefill_tokens: int,
-    ) -> None:
-        self._decoder = decoder
-        self._prompts = prompts
-        self._slots = decode_slots
-        self._schedule = schedule
-        self._group_size = group_size
-        self._prefill_tokens = prefill_tokens
-        self._first_logits: dict[int, Tensor] = {}
+    decoder: Decoder
+    prompts: Sequence[Prompt]
+    slots: DecodeSlots
+    schedule: Schedule
+    group_size: int
+    prefill_tokens: int
+    first_logits: dict[int, Tensor] = field(default_factory=dict)
+    """The logits after each prompt that has been read, until its last completion begins."""
 
     @property
     def done(self) -> bool:
         """Whether every group is complete."""
-        return self._schedule.done
+        return self.schedule.done
 
     @torch.inference_mode()
     def advance(self, num_tokens: int) -> list[tuple[int, Group]]:
         """Draw `num_tokens` tokens for every completion in a slot; returns the groups that this completes."""
-        while admission := self._schedule.admit():
+        while admission := self.schedule.admit():
             self._begin(admission)
             complete = self._collect()
             if complete:
                 return complete
         for _ in range(num_tokens):
-            self._slots.step(self._schedule.batch_size)
+            self.slots.step(self.schedule.batch_size)
         return self._collect()
 
     def _begin(self, admission: Admission) -> None:
         """Read new prompts, put completions into slots, and draw their first tokens, batch by batch of prompts."""
-        cache = self._slots.cache
+        cache = self.slots.cache
         completions_of: dict[int, list[int]] = {}
         for k, completion in enumerate(admission.completions):
-            completions_of.setdefault(completion // self._group_size, []).append(k)
+            completions_of.setdefault(completion // self.group_size, []).append(k)
         self._draw_first(admission, {p: ks for p, ks in completions_of.items() if p not in admission.new_prompts})
-        for entries in self._prefill_batches(admission.new_prompts):
-            token_ids = [self._prompts[p].token_ids for p in entries]
-            logits_PV = self._decoder.prefill(cache, token_ids, list(entries.values()))
-            self._first_logits |= dict(zip(entries, logits_PV, strict=True))
-            self._draw_first(admission, {p: completions_of[p] for p in entries})
+        # Prompts of similar lengths are read together.
+        new_prompts = sorted(admission.new_prompts, key=lambda p: -self._length(p))
+        for read in in_buckets(new_prompts, self._length, most=self.prefill_tokens):
+            token_ids = [self.prompts[p].token_ids for p in read]
+            logits_PV = self.decoder.prefill(cache, token_ids, [admission.new_prompts[p] for p in read])
+            self.first_logits |= dict(zip(read, logits_PV, strict=True))
+            self._draw_first(admission, {p: completions_of[p] for p in read})
+
+    def _length(self, p: int) -> int:
+        return len(self.prompts[p].token_ids)
 
     def _draw_first(self, admission: Admission, completions_of: dict[int, list[int]]) -> None:
         """Begin completions of these prompts, which have been read; the dict gives their places in the admission."""
@@ -226,17 +225,17 @@ class _Request:
         slots, entries, completions = (
             [each[k] for k in chosen] for each in (admission.slots, admission.entries, admission.completions)
         )
-        self._slots.cache.admit(slots, entries)
+        self.slots.cache.admit(slots, entries)
         rows = [row for row, ks in enumerate(completions_of.values()) for _ in ks]
-        logits_KV = torch.stack([self._first_logits[p] for p in completions_of])[rows]
-        self._slots.begin(slots, completions, logits_KV)
+        logits_KV = torch.stack([self.first_logits[p] for p in completions_of])[rows]
+        self.slots.begin(slots, completions, logits_KV)
         for p in completions_of:
-            if (p + 1) * self._group_size - 1 in admission.completions:  # the last of its group
-                del self._first_logits[p]
+            if (p + 1) * self.group_size - 1 in admission.completions:  # the last of its group
+                del self.first_logits[p]
 
     def _collect(self) -> list[tuple[int, Group]]:
         """Free the slots of ended completions; returns the groups that are complete."""
-        schedule, decode_slots = self._schedule, self._slots
+        schedule, decode_slots = self.schedule, self.slots
         decode_slots.buffer.end_at_stop_strings(list(schedule.completion_in.values()))
         ended = decode_slots.buffer.ended_N.tolist()
         slots = [slot for slot, completion in schedule.completion_in.items() if ended[completion]]
@@ -252,19 +251,5 @@ class _Request:
         return [(p, self._group(p)) for p in complete]
 
     def _group(self, p: int) -> Group:
-        indices = range(p * self._group_size, (p + 1) * self._group_size)
-        return Group(prompt=self._prompts[p], completions=tuple(self._slots.buffer.completions(indices)))
-
-    def _prefill_batches(self, entries: dict[int, int]) -> Iterator[dict[int, int]]:
-        """Cut new prompts into batches of at most `prefill_tokens` tokens, with similar lengths together."""
-        batch: dict[int, int] = {}
-        tokens = 0
-        for p in sorted(entries, key=lambda p: -len(self._prompts[p].token_ids)):
-            length = len(self._prompts[p].token_ids)
-            if batch and tokens + length > self._prefill_tokens:
-                yield batch
-                batch, tokens = {}, 0
-            batch[p] = entries[p]
-            tokens += length
-        if batch:
-            yield batch
+        indices = range(p * self.group_size, (p + 1) * self.group_size)
+        return Group(prompt=self.prompts[p], completions=tuple(self.slots.buffer.completions(indices)))

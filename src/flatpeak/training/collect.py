@@ -68,12 +68,13 @@ def collect(
         prompts = take_prompts(phase.prompts, cursor, wanted)
         cursor, drawn = cursor + wanted, drawn + wanted
         started = time.perf_counter()
-        scored = roll_out(sampler, phase.reward, prompts, config, seed=rollout_seed(seed, round_), budget=budget)
-        groups, scores = scored.groups, scored.scores
+        groups, scores, sampled_at = roll_out(
+            sampler, phase.reward, prompts, config, seed=rollout_seed(seed, round_), budget=budget
+        )
         timed_out.update({name: sum(map(sum, flags)) for name, flags in scores.timed_out.items()})
-        rollout_seconds += scored.sampled_at - started
-        reward_seconds += time.perf_counter() - scored.sampled_at
-        accuracies.extend(_known(scores.parts.get(phase.accuracy or "", ())))
+        rollout_seconds += sampled_at - started
+        reward_seconds += time.perf_counter() - sampled_at
+        accuracies.extend(known_scores(scores.parts.get(phase.accuracy or "", ())))
         informative = has_signal(groups, scores) if max_resamples else [True] * len(groups)
         for index, group in enumerate(groups):
             (kept if informative[index] else without_signal).append((group, index, scores))
@@ -113,14 +114,6 @@ def failures(reward: RewardSet) -> dict[str, int]:
     return {name: failure.count for name, failure in reward.failures.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Scored:
-    groups: list[Group]
-    scores: Scores
-    sampled_at: float
-    """Time at which the last group was sampled."""
-
-
 def roll_out(
     sampler: Sampler,
     reward: RewardSet,
@@ -129,8 +122,11 @@ def roll_out(
     *,
     seed: int,
     budget: GradingBudget | None,
-) -> _Scored:
-    """Sample a group for each prompt and score it: while others are sampled, where sampler and reward can."""
+) -> tuple[list[Group], Scores, float]:
+    """Sample a group for each prompt and score it: while others are sampled, where sampler and reward can.
+
+    Returns the groups, their scores, and the time at which the last group was sampled.
+    """
     grading = reward.grading()
     sampled: dict[int, Group] = {}
     stream = sampler.stream(prompts, group_size=config.group_size, sampling=config.sampling(), seed=seed)
@@ -140,8 +136,9 @@ def roll_out(
             grading.add(index, group)
     sampled_at = time.perf_counter()
     groups = [sampled[index] for index in range(len(prompts))]
-    return _Scored(groups=groups, scores=reward.finish(groups, grading, budget=budget), sampled_at=sampled_at)
+    return groups, reward.finish(groups, grading, budget=budget), sampled_at
 
 
-def _known(scores: Sequence[Sequence[Score]]) -> list[float]:
+def known_scores(scores: Sequence[Sequence[Score]]) -> list[float]:
+    """The scores that are not missing."""
     return [score for row in scores for score in row if score is not None]

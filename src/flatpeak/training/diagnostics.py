@@ -10,9 +10,9 @@ from torch import Tensor
 from flatpeak.errors import RunError
 from flatpeak.rewards.checked_calls import reaches_power_of_ten
 from flatpeak.runs.notices import no_signal_message
-from flatpeak.training.collect import Rollouts
+from flatpeak.training.collect import Rollouts, known_scores
 from flatpeak.training.config import SamplerCorrectionConfig
-from flatpeak.types import Group, Score
+from flatpeak.types import Group
 
 ANNOUNCED = ("3", "1")
 """Leading digits of the step counts that are announced: 3, 10, 30, 100, ..."""
@@ -60,7 +60,7 @@ class ZeroAdvantageMonitor:
 
     def observe(self, rollouts: Rollouts, advantages_PG: Tensor) -> None:
         """Count one step. Steps in which no completion has a score have a notice of their own."""
-        scores = [score for row in rollouts.scores.total for score in row if score is not None]
+        scores = known_scores(rollouts.scores.total)
         if not scores:
             return
         if bool(advantages_PG.any()):
@@ -76,17 +76,15 @@ class ZeroAdvantageMonitor:
             sums.unanswered += sum(self._unanswered(group)) if self._unanswered else 0
         if _announced(sums.steps) and sums.steps > self._announced:
             self._announced = sums.steps
-            self._notice(self._sentence(sums))
-
-    def _sentence(self, sums: _Sums) -> str:
-        return no_signal_message(
-            f"the last {sums.steps} steps",
-            reward=sums.reward / sums.scored,
-            truncated=sums.truncated / sums.completions,
-            unanswered=sums.unanswered / sums.completions,
-            limit=self._limit,
-            effect=self._effect,
-        )
+            message = no_signal_message(
+                f"the last {sums.steps} steps",
+                reward=sums.reward / sums.scored,
+                truncated=sums.truncated / sums.completions,
+                unanswered=sums.unanswered / sums.completions,
+                limit=self._limit,
+                effect=self._effect,
+            )
+            self._notice(message)
 
 
 def _announced(steps: int) -> bool:
@@ -148,11 +146,6 @@ class SkippedUpdateMonitor:
         return cls(reported=counts.pop("told"), **counts)
 
 
-def _any_score(rows: Sequence[Sequence[Score]]) -> bool:
-    """Whether some completion of some group has a score."""
-    return any(score is not None for row in rows for score in row)
-
-
 class MissingRewardMonitor:
     """Counter of steps in which no completion has a reward: they train nothing, and no error says so."""
 
@@ -162,11 +155,11 @@ class MissingRewardMonitor:
 
     def observe(self, rollouts: Rollouts) -> None:
         """Count the step if it is one; a notice is given of the first, the 10th, the 100th, ..."""
-        if not _any_score(rollouts.scores.total):
+        if not known_scores(rollouts.scores.total):
             self.count += 1
             if reaches_power_of_ten(self.count - 1, self.count):
                 failed = ", ".join(f"{name} on {count}" for name, count in rollouts.failed.items())
-                silent = [name for name, rows in rollouts.scores.parts.items() if not _any_score(rows)]
+                silent = [name for name, rows in rollouts.scores.parts.items() if not known_scores(rows)]
                 why = f" ({' and '.join(silent)} gave none: return a number)" if silent else ""
                 why = f" (failed: {failed})" if failed else why
                 steps = "step" if self.count == 1 else "steps"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -77,14 +77,9 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
         """The peak of memory in each phase of a step."""
 
     @property
-    def native(self) -> bool | None:
-        """Whether the policy is trained packed rather than padded."""
-        return self.policy.native
-
-    @property
-    def kernels(self) -> str | None:
-        """The kernels of the policy's rollouts and training passes."""
-        return self.policy.computed_with
+    def computed_by(self) -> dict[str, Any]:
+        """Whether the policy is trained packed rather than padded, and the kernels of its passes."""
+        return {"native": self.policy.native, "kernels": self.policy.computed_with}
 
     def save_model(self, directory: Path) -> None:
         """Write the policy's model and tokenizer in Hugging Face format."""
@@ -130,8 +125,17 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
 
     def check(self, statistics: PolicyStatistics) -> None:
         """Raise RunError where a correction is asked of a sampler that is another model altogether."""
-        if self.objective.corrects_sampler:
-            check_sampler(statistics.tokens)
+        if not self.objective.corrects_sampler:
+            return
+        gap = sum(float(each.sampler.gap) for each in statistics.tokens if each.sampler is not None)
+        count = sum(each.tokens for each in statistics.tokens)
+        if count >= JUDGED_TOKENS and (mean := gap / count) > ABSURD_GAP:
+            raise RunError(
+                f"the sampler's log-probabilities are {mean:.3g} nats per token from the trainer's on average, more "
+                f"than the {ABSURD_GAP:g} up to which objective.sampler_correction can weigh what it draws: give it "
+                "the same prompt template, the same weights and dtype and the same temperature, and let it return "
+                "log-probabilities over the whole vocabulary at that temperature"
+            )
 
     def clip_gradients(self, *batches: Batch) -> Tensor:
         """Clip the gradient of an update, once; its norm before that.
@@ -182,18 +186,6 @@ def token_budget(wanted: int | None, device: torch.device) -> int:
 def weighted_sum(loss_T: Tensor, batch: Batch) -> Tensor:
     """sum_i w_i sum_t loss_it."""
     return (loss_T * batch.weights_N.index_select(0, batch.sequence_T)).sum()
-
-
-def check_sampler(tokens: Sequence[TokenStatistics]) -> None:
-    """Raise RunError where the sampler's log-probabilities are too far from the trainer's for importance weights."""
-    gap, count = sum(float(one.sampler.gap) for one in tokens if one.sampler is not None), sum(s.tokens for s in tokens)
-    if count >= JUDGED_TOKENS and (mean := gap / count) > ABSURD_GAP:
-        raise RunError(
-            f"the sampler's log-probabilities are {mean:.3g} nats per token from the trainer's on average, more than "
-            f"the {ABSURD_GAP:g} up to which objective.sampler_correction can weigh what it draws: give it the same "
-            "prompt template, the same weights and dtype and the same temperature, and let it return log-probabilities "
-            "over the whole vocabulary at that temperature"
-        )
 
 
 @contextmanager

@@ -9,7 +9,7 @@ parts' states put together are those of one process, and any number of ranks goe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -97,11 +97,6 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def local_shards(weights: Iterable[nn.Parameter]) -> dict[int, LocalShard]:
-    """This rank's parts of those weights that are sharded, by position."""
-    return {index: LocalShard(weight) for index, weight in enumerate(weights) if isinstance(weight, DTensor)}
-
-
 class MasterWeights:
     """Steps a master in a weight's stead and writes it, rounded, back into the weight.
 
@@ -128,7 +123,8 @@ class MasterWeights:
         """
         self.weights = list(masters)
         """The weights, which the gradients of a loss are accumulated in."""
-        self.shards = local_shards(masters) if by_rank else {}
+        sharded = {index: weight for index, weight in enumerate(masters) if by_rank and isinstance(weight, DTensor)}
+        self.shards = {index: LocalShard(weight) for index, weight in sharded.items()}
         """The sharded weights of which the optimizer steps this rank's part, by position."""
         parts = {index: shard.view for index, shard in self.shards.items()}
         self.stepped = [parts.get(index, master) for index, master in enumerate(masters.values())]

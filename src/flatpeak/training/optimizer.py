@@ -19,6 +19,7 @@ from flatpeak.gradreg.shards import distribute_like, full_tensor, gathered
 from flatpeak.protocols import SavesModel
 from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.master_weights import BLOCK, PREFIX, LocalShard, MasterWeights
+from flatpeak.utils.buckets import in_buckets
 from flatpeak.utils.host_memory import HostMemory
 
 _Value = TypeVar("_Value")
@@ -100,14 +101,10 @@ def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> fl
     """The rate of step 1, 2, ...: a linear warm-up, then constant, or down to final_fraction at the last step."""
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
-    progress = (step - 1 - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps)
-    remaining = {
-        "constant": 1.0,
-        "linear": 1 - progress,
-        "cosine": (1 + math.cos(math.pi * progress)) / 2,
-    }[config.schedule]
     if config.schedule == "constant":
         return config.learning_rate
+    progress = (step - 1 - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps)
+    remaining = {"linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[config.schedule]
     return config.learning_rate * (config.final_fraction + (1 - config.final_fraction) * remaining)
 
 
@@ -182,7 +179,7 @@ def step_in_buckets(
     try:
         weights = zip(masters.weights, masters.stepped, strict=True)
         counts = {index: own.numel() for index, (weight, own) in enumerate(weights) if weight.grad is not None}
-        for bucket in buckets(counts, size=size):
+        for bucket in in_buckets(counts, counts.__getitem__, most=size):
             group["params"] = [masters.stepped[index] for index in bucket]
             with masters.on_device(bucket), _states_on_device(optimizer, group["params"], host):
                 masters.take_gradients(bucket)
@@ -191,20 +188,6 @@ def step_in_buckets(
     finally:
         group["params"] = masters.stepped
     host.wait()
-
-
-def buckets(counts: Mapping[int, int], *, size: int = BUCKET_SIZE) -> Iterator[list[int]]:
-    """Cut weights, elements by position, in their order into runs of at most `size` elements or of a single weight."""
-    bucket: list[int] = []
-    held = 0
-    for index, count in counts.items():
-        if bucket and held + count > size:
-            yield bucket
-            bucket, held = [], 0
-        bucket.append(index)
-        held += count
-    if bucket:
-        yield bucket
 
 
 @contextmanager
@@ -266,14 +249,9 @@ class BaseLearner(ABC, Generic[Data, Statistics]):
         """Whether an update is under way, or was left by an error."""
 
     @property
-    def native(self) -> bool | None:
-        """Whether the model is trained packed rather than padded; None where there is no choice."""
-        return None
-
-    @property
-    def kernels(self) -> str | None:
-        """The kernels of rollouts and training passes; None where there is no choice."""
-        return None
+    def computed_by(self) -> dict[str, Any]:
+        """Whether the model is trained packed, and the kernels of its passes; None where there is no choice."""
+        return {"native": None, "kernels": None}
 
     @abstractmethod
     def accumulate_gradients(self, *batches: Data) -> Statistics:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,49 +49,36 @@ SAMPLER_STATE = "sampler"
 """Key of the sampler's state in a stage's."""
 
 
+@dataclass(eq=False)
 class Recorder:
     """Recorder of a run, which never changes what training does."""
 
-    def __init__(
-        self,
-        run: RunPaths,
-        *,
-        config: RunSectionConfig,
-        evaluation: EvaluationConfig,
-        evaluator: Evaluator,
-        stop: StopSignals,
-        progress: Progress,
-        notices: NoticeLog,
-        trackers: Trackers,
-        history: History,
-        texts: Mapping[str, str],
-        zero_advantages: ZeroAdvantageMonitor | None = None,
-        evaluated: bool = True,
-        ranks: Ranks = ALONE,
-    ) -> None:
-        self.run = run
-        self.ranks = ranks
-        self.config = config
-        self.evaluation = evaluation
-        self.evaluator = evaluator
-        self.stop = stop
-        self.progress = progress
-        self.notices = notices
-        self.trackers = trackers
-        self.history = history
-        self.texts = texts
-        """Contents of the files that every checkpoint has beside its model's, by name."""
-        self.status: Status = "running"
-        self.rollout_log = RolloutLog(run.rollouts, notice=progress.notice)
-        self.missing_rewards = MissingRewardMonitor(progress.notice)
-        self.zero_advantages = zero_advantages
-        self.evaluated = evaluated
-        """Whether the evaluation that was due after the last step, if one was, has been made."""
-        self.ended_by: str | None = None
-        """The condition that ended the run, if its steps did not."""
+    run: RunPaths
+    _: KW_ONLY
+    config: RunSectionConfig
+    evaluation: EvaluationConfig
+    evaluator: Evaluator
+    stop: StopSignals
+    progress: Progress
+    notices: NoticeLog
+    trackers: Trackers
+    history: History
+    texts: Mapping[str, str]
+    """Contents of the files that every checkpoint has beside its model's, by name."""
+    zero_advantages: ZeroAdvantageMonitor | None = None
+    evaluated: bool = True
+    """Whether the evaluation that was due after the last step, if one was, has been made."""
+    ranks: Ranks = ALONE
+    status: Status = field(init=False, default="running")
+    ended_by: str | None = field(init=False, default=None)
+    """The condition that ended the run, if its steps did not."""
+
+    def __post_init__(self) -> None:
+        self.rollout_log = RolloutLog(self.run.rollouts, notice=self.progress.notice)
+        self.missing_rewards = MissingRewardMonitor(self.progress.notice)
+        self.logprob_gaps = LogprobGapMonitor(self.progress.notice)
         self._completed: CompletedStep | None = None
         """The last step, as long as no checkpoint has it."""
-        self.logprob_gaps = LogprobGapMonitor(progress.notice)
         self._since = time.perf_counter()
         self._open_metrics()
 
@@ -300,8 +287,7 @@ class Recorder:
                 "learner": done.learner_state,
                 "history": asdict(history),
                 "evaluated": done.evaluated,
-                "native": stage.learner.native,  # a probe decides anew in a resumed run, and of kernels a self-test
-                "kernels": stage.learner.kernels,
+                **stage.learner.computed_by,  # a probe decides anew in a resumed run, and of kernels a self-test
             },
             texts=self.texts,
         )

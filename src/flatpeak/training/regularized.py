@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from flatpeak.gradreg.gradients import backward
 from flatpeak.gradreg.parameters import choose_parameters
 from flatpeak.gradreg.regularizer import GradientRegularizer
 from flatpeak.policy.model import Policy
+from flatpeak.policy.model_settings import gradients_of
 from flatpeak.training.batch import take
 from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.learner import Learner, PolicyStatistics, weighted_sum
@@ -59,21 +59,17 @@ def second_pass_loss(
     else:
         loss_T = F.frozen_policy_loss(logprobs_T, first.coefficients_T)
         if mode == "importance":
-            loss_T = torch.where(first.capped_T, loss_T, _reweighted(objective, first, logprobs_T, batch))
+            by_token = objective.config.ratio == "token"
+            reweighted_T = F.reweighted_policy_loss(
+                logprobs_T,
+                first.logprobs_T,
+                first.coefficients_T,
+                sequence_T=None if by_token else batch.sequence_T,
+                num_sequences=len(batch.lengths_N),
+            )
+            loss_T = torch.where(first.capped_T, loss_T, reweighted_T)
     others_T = objective.other_terms(logprobs_T, entropy_T, batch)
     return loss_T if others_T is None else loss_T + others_T
-
-
-def _reweighted(objective: Objective, first: FirstPass, logprobs_T: Tensor, batch: Batch) -> Tensor:
-    if objective.config.ratio == "token":
-        return F.reweighted_policy_loss(logprobs_T, first.logprobs_T, first.coefficients_T)
-    return F.reweighted_policy_loss(
-        logprobs_T,
-        first.logprobs_T,
-        first.coefficients_T,
-        sequence_T=batch.sequence_T,
-        num_sequences=len(batch.lengths_N),
-    )
 
 
 PREFIX = "gradreg."
@@ -152,7 +148,8 @@ class RegularizedLearner(Learner):
     def second_pass(self, batch: Batch, recorded: list[FirstPass]) -> Iterator[Tensor]:
         """The same function of the weights again, by the ratio mode."""
         config = self.regularizer.config
-        with without_gradients(self.outside):
+        # The output layer's gradient, which stays g1, is a good part of the second pass's cost.
+        with gradients_of(self.outside, required=False):
             for (micro_batch, logprobs_T, entropy_T), first in zip(self.forward(batch), recorded, strict=True):
                 micro_batch = with_old_logprobs(micro_batch, first.logprobs_T)
                 loss_T = second_pass_loss(
@@ -186,19 +183,6 @@ class RegularizedLearner(Learner):
             self.regularizer.load(state, own)
 
 
-@contextmanager
-def without_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Switch off gradients of parameters that keep g1: the output layer's is a good part of the second pass's cost."""
-    held = [p for p in parameters if p.requires_grad]
-    for parameter in held:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in held:
-            parameter.requires_grad_(True)
-
-
 def build_learner(
     policy: Policy,
     objective: Objective,
@@ -215,27 +199,11 @@ def build_learner(
 
     `seed` is that of random directions.
     """
-    if not regularization.enabled:
-        return Learner(
-            policy,
-            objective,
-            optimizer,
-            temperature=temperature,
-            micro_batch_tokens=micro_batch_tokens,
-            measured=parameters_to_measure(policy.model, regularization),
-            ranks=ranks,
-        )
-    return RegularizedLearner(
-        policy,
-        objective,
-        optimizer,
-        regularization,
-        temperature=temperature,
-        micro_batch_tokens=micro_batch_tokens,
-        notice=notice,
-        seed=seed,
-        ranks=ranks,
-    )
+    shared: dict[str, Any] = {"temperature": temperature, "micro_batch_tokens": micro_batch_tokens, "ranks": ranks}
+    if regularization.enabled:
+        return RegularizedLearner(policy, objective, optimizer, regularization, notice=notice, seed=seed, **shared)
+    measured = parameters_to_measure(policy.model, regularization)
+    return Learner(policy, objective, optimizer, measured=measured, **shared)
 
 
 def parameters_to_measure(model: nn.Module, config: GradientRegularizationConfig) -> list[nn.Parameter]:

@@ -107,41 +107,42 @@ class PairEvaluator(Evaluator):
     batch_tokens: int | None
 
     def evaluate(self, *, size: int | None = None, robustness: bool = False) -> PairEvaluation:
-        """Evaluate on the first `size` pairs (None: all); pairs have no perturbed copies."""
-        return evaluate_pairs(self.classifier, self.pairs[:size], task=self.task, batch_tokens=self.batch_tokens)
+        """Score both answers of the first `size` pairs (None: all), which have no perturbed copies.
 
-
-def evaluate_pairs(
-    classifier: Classifier, pairs: Sequence[EncodedPair], *, task: str, batch_tokens: int | None
-) -> PairEvaluation:
-    """Score both answers of every pair. Scores that are not finite are missing."""
-    texts = [text for pair in pairs for text in (pair.chosen_ids, pair.rejected_ids)]
-    scores_P2 = torch.tensor(classifier.score_all(texts, batch_tokens=batch_tokens), dtype=torch.float64).view(-1, 2)
-    scores_P2[~scores_P2.isfinite()] = torch.nan  # infinity would win its pair
-    chosen_P, rejected_P = scores_P2.unbind(1)
-    accuracy_P = preference_accuracy(chosen_P, rejected_P)
-    extra = [pair.extra_length for pair in pairs]
-    accuracy = _known(accuracy_P)
-    values: dict[str, list[float | None]] = {
-        "accuracy": accuracy,
-        "loss": _known(bradley_terry_loss(chosen_P, rejected_P)),
-        "difference": _known(chosen_P - rejected_P),
-        "longer_wins": [0.5 if more == 0 else float(more > 0) for more in extra],
-        "prefers_longer": [
-            None if right is None or more == 0 else (right if more > 0 else 1 - right)
-            for right, more in zip(accuracy, extra, strict=True)
-        ],
-    }
-    sides = {"chosen_longer": 1, "same_length": 0, "chosen_shorter": -1}
-    for name, side in sides.items():
-        chosen = [right if _sign(more) == side else None for right, more in zip(accuracy, extra, strict=True)]
-        if any(right is not None for right in chosen):
-            values[f"accuracy/{name}"] = chosen
-    rows: list[dict[str, Any]] = [
-        {"id": pair.id, "chosen": left, "rejected": right, "extra_length": pair.extra_length}
-        for pair, left, right in zip(pairs, _known(chosen_P), _known(rejected_P), strict=True)
-    ]
-    return PairEvaluation(task=task, size=len(pairs), values=values, ids=[pair.id for pair in pairs], rows=rows)
+        Scores that are not finite are missing.
+        """
+        pairs = self.pairs[:size]
+        texts = [text for pair in pairs for text in (pair.chosen_ids, pair.rejected_ids)]
+        scores_P2 = torch.tensor(
+            self.classifier.score_all(texts, batch_tokens=self.batch_tokens), dtype=torch.float64
+        ).view(-1, 2)
+        scores_P2[~scores_P2.isfinite()] = torch.nan  # infinity would win its pair
+        chosen_P, rejected_P = scores_P2.unbind(1)
+        accuracy_P = preference_accuracy(chosen_P, rejected_P)
+        extra = [pair.extra_length for pair in pairs]
+        accuracy = _known(accuracy_P)
+        values: dict[str, list[float | None]] = {
+            "accuracy": accuracy,
+            "loss": _known(bradley_terry_loss(chosen_P, rejected_P)),
+            "difference": _known(chosen_P - rejected_P),
+            "longer_wins": [0.5 if more == 0 else float(more > 0) for more in extra],
+            "prefers_longer": [
+                None if right is None or more == 0 else (right if more > 0 else 1 - right)
+                for right, more in zip(accuracy, extra, strict=True)
+            ],
+        }
+        sides = {"chosen_longer": 1, "same_length": 0, "chosen_shorter": -1}
+        for name, side in sides.items():
+            chosen = [right if _sign(more) == side else None for right, more in zip(accuracy, extra, strict=True)]
+            if any(right is not None for right in chosen):
+                values[f"accuracy/{name}"] = chosen
+        rows: list[dict[str, Any]] = [
+            {"id": pair.id, "chosen": left, "rejected": right, "extra_length": pair.extra_length}
+            for pair, left, right in zip(pairs, _known(chosen_P), _known(rejected_P), strict=True)
+        ]
+        return PairEvaluation(
+            task=self.task, size=len(pairs), values=values, ids=[pair.id for pair in pairs], rows=rows
+        )
 
 
 def _known(values_P: Tensor) -> list[float | None]:
@@ -151,21 +152,6 @@ def _known(values_P: Tensor) -> list[float | None]:
 
 def _sign(value: int) -> int:
     return (value > 0) - (value < 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SavedClassifier:
-    """Writes the model with the spread of its scores on reference answers, as the weights are at that moment."""
-
-    classifier: Classifier
-    reference: Sequence[EncodedPair]
-    batch_tokens: int | None
-
-    def save(self, directory: Path) -> None:
-        """Write the model, its tokenizer and its record."""
-        texts = [text for pair in self.reference for text in (pair.chosen_ids, pair.rejected_ids)]
-        scores = self.classifier.score_all(texts, batch_tokens=self.batch_tokens)
-        self.classifier.save(directory, scores=spread(scores))
 
 
 def spread(scores: Sequence[float]) -> Spread | None:
@@ -190,17 +176,28 @@ class PairStatistics(UpdateStatistics):
 class PreferenceLearner(BaseLearner[Sequence[EncodedPair], PairStatistics]):
     """Trains a reward model on batches of pairs, by the Bradley-Terry loss."""
 
-    def __init__(self, saved: SavedClassifier, config: RewardModelConfig, *, micro_batch_tokens: int | None) -> None:
-        weights = [weight for weight in saved.classifier.model.parameters() if weight.requires_grad]
+    def __init__(
+        self,
+        classifier: Classifier,
+        config: RewardModelConfig,
+        *,
+        micro_batch_tokens: int | None,
+        reference: Sequence[EncodedPair] = (),
+    ) -> None:
+        """`reference`: the pairs of which a saved model records the spread of its scores."""
+        weights = [weight for weight in classifier.model.parameters() if weight.requires_grad]
         super().__init__({w: w if w.dtype == torch.float32 else w.detach().float() for w in weights}, config.optimizer)
-        self.saved = saved
-        self.classifier = saved.classifier
+        self.classifier = classifier
+        self.reference = reference
         self.margin, self.center = config.margin, config.center
-        self.micro_batch_tokens = token_budget(micro_batch_tokens, self.classifier.device)
+        self.score_tokens = micro_batch_tokens
+        self.micro_batch_tokens = token_budget(micro_batch_tokens, classifier.device)
 
     def save_model(self, directory: Path) -> None:
-        """Write model, tokenizer and the record of its wording and scores."""
-        self.saved.save(directory)
+        """Write model, tokenizer and the record of its wording and scores, as the weights are at that moment."""
+        texts = [text for pair in self.reference for text in (pair.chosen_ids, pair.rejected_ids)]
+        scores = self.classifier.score_all(texts, batch_tokens=self.score_tokens)
+        self.classifier.save(directory, scores=spread(scores))
 
     def accumulate_gradients(self, *batches: Sequence[EncodedPair]) -> PairStatistics:
         """Add the gradient of mean_p [-log sigmoid(r_chosen - r_rejected - margin) + center (r_chosen + r_rejected)^2]

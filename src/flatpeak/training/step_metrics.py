@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 
 from flatpeak.functional import kl_k3
-from flatpeak.training.collect import Rollouts
+from flatpeak.training.collect import Rollouts, known_scores
 from flatpeak.training.learner import PolicyStatistics
 from flatpeak.training.reward_tensors import RewardTensors, informative
-from flatpeak.types import Group, PackedCompletions, Score
+from flatpeak.types import Group, PackedCompletions
 
 
 class Clock:
@@ -43,7 +43,7 @@ def step_metrics(
         "reward/mean": float(known.mean()) if len(known) else float("nan"),
         "reward/std": float(known.std()) if len(known) > 1 else float("nan"),
         "reward/missing_fraction": _mean(missing),
-        **{f"reward/{name}": _mean_known(scores) for name, scores in rollouts.scores.parts.items()},
+        **{f"reward/{name}": _mean(known_scores(scores)) for name, scores in rollouts.scores.parts.items()},
         **{f"reward/{name}/failed": float(count) for name, count in rollouts.failed.items()},
         **{f"reward/{name}/timeouts": float(count) for name, count in rollouts.timed_out.items()},
         **rollouts.measured,
@@ -155,7 +155,3 @@ def repeated_fraction(token_ids: Sequence[int], *, n: int = 4) -> float:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else float("nan")
-
-
-def _mean_known(scores: Sequence[Sequence[Score]]) -> float:
-    return _mean([score for row in scores for score in row if score is not None])

@@ -80,8 +80,15 @@ def _called(function: Callable[..., Tensor], *inputs: Any, where: str) -> Tensor
         raise UserError(f"{where}: {one_line(error)}") from error
 
 
-def _fits(result: Tensor, like: Tensor, dtype: torch.dtype) -> bool:
-    return (result.shape, result.dtype, result.device) == (like.shape, dtype, like.device)
+def _checked_tensor(result: object, like: Tensor, dtype: torch.dtype, *, where: str, what: str) -> Tensor:
+    """The result of a function; UserError for one of another type, shape, dtype or device."""
+    if not isinstance(result, Tensor):
+        returned = describe_value(result)
+    elif (result.shape, result.dtype, result.device) != (like.shape, dtype, like.device):
+        returned = _described(result.dtype, result)
+    else:
+        return result
+    raise UserError(f"{where} returned {returned}: return {_described(dtype, like)}, {what}")
 
 
 def _described(dtype: torch.dtype, tensor: Tensor) -> str:
@@ -121,15 +128,8 @@ def _checked_loss(
         if not len(logprobs_T):  # a process without completions of its own: a maximum, say, is not defined
             return logprobs_T.to(dtype)
         result = called(logprobs_T, ratio_T, advantages_T, config)
-        if not isinstance(result, Tensor):
-            raise UserError(f"{where} returned {describe_value(result)}: return a {dtype} tensor, one value per token")
-        if not _fits(result, logprobs_T, dtype):
-            raise UserError(
-                f"{where} returned {_described(result.dtype, result)} for {len(logprobs_T)} tokens: return "
-                f"{_described(dtype, logprobs_T)}, one value per token and not their mean, which "
-                "objective.normalization takes"
-            )
-        return result
+        what = "one value per token and not their mean, which objective.normalization takes"
+        return _checked_tensor(result, logprobs_T, dtype, where=where, what=what)
 
     return checked
 
@@ -218,13 +218,8 @@ def _differentiated(
 def _checked_advantages(function: Callable[..., Any], where: str, rewards_PG: Tensor, valid_PG: Tensor) -> Tensor:
     """The user's advantages, 0 where a reward is missing. It is given copies, of which missing rewards are 0."""
     result = function(rewards_PG.masked_fill(~valid_PG, 0.0), valid_PG.clone())
-    if not isinstance(result, Tensor):
-        raise UserError(f"{where} returned {describe_value(result)}: return a tensor of shape {list(rewards_PG.shape)}")
-    if not _fits(result, rewards_PG, rewards_PG.dtype):
-        raise UserError(
-            f"{where} returned {_described(result.dtype, result)}: return {_described(rewards_PG.dtype, rewards_PG)}, "
-            "one advantage per completion, like rewards_PG"
-        )
+    what = "one advantage per completion, like rewards_PG"
+    result = _checked_tensor(result, rewards_PG, rewards_PG.dtype, where=where, what=what)
     advantages_PG = result.detach().masked_fill(~valid_PG, 0.0)
     if not bool(advantages_PG.isfinite().all()):
         prompt, index = (~advantages_PG.isfinite()).nonzero()[0].tolist()

@@ -20,8 +20,9 @@ from flatpeak.apps.planning.planned_model import PlannedModel, causal_of
 from flatpeak.distributed.config import DistributedConfig
 from flatpeak.distributed.ranks import BUCKET
 from flatpeak.training.config import OptimizerConfig
-from flatpeak.training.optimizer import buckets
+from flatpeak.training.optimizer import BUCKET_SIZE
 from flatpeak.utils.adapter_base import is_of_adapter
+from flatpeak.utils.buckets import in_buckets
 
 FLOAT32: Final = 4
 """Bytes of a number in float32."""
@@ -114,9 +115,8 @@ class Inventory:
 
     def bucket(self, optimizer: OptimizerConfig) -> int:
         """Bytes of masters and moments that `optimizer.offload` has on the device at once: its largest bucket."""
-        cut = buckets({index: one.elements for index, one in enumerate(self.trained)})
-        states = [one.master + one.moments(optimizer) for one in self.trained]
-        return max((sum(states[index] for index in bucket) for bucket in cut), default=0)
+        buckets = in_buckets(self.trained, lambda one: one.elements, most=BUCKET_SIZE)
+        return max((sum(one.master + one.moments(optimizer) for one in bucket) for bucket in buckets), default=0)
 
     def pinned(self, optimizer: OptimizerConfig) -> int:
         """Bytes of host memory for offloaded masters and moments: torch rounds each pinned tensor to a power of 2."""
