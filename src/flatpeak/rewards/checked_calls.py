@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
-import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from flatpeak.errors import UserError
+from flatpeak.rewards.background_loop import BackgroundLoop, gather
 from flatpeak.rewards.base import ComponentScores
 from flatpeak.rewards.workers.process import WorkerError
 from flatpeak.utils.user_code import OneLineError, describe_value, one_line
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
     from flatpeak.types import Group, Score
 
 
+_LOOP: Final = BackgroundLoop("flatpeak-async-rewards")
 PATIENCE: Final = 16
 """Failed completions in a row that end a run."""
 _FIXES: Final = {
@@ -49,13 +48,12 @@ class BadResultError(OneLineError):
 def call_each(function: Callable[..., Any], calls: Iterable[Mapping[str, Any]]) -> list[Any]:
     """The result of each call, or `Failed` if it raised; a UserError passes through.
 
-    Awaitable results are awaited together, on an event loop that lives as long as the process: clients that a user
-    keeps between calls stay usable, and a loop that is already running, as in a notebook, does not interfere.
+    Awaitable results are awaited together, on one event loop that lives as long as the process.
     """
     results = [_attempt(function, arguments) for arguments in calls]
     waiting = [position for position, result in enumerate(results) if inspect.isawaitable(result)]
     if waiting:
-        awaited = _run_together([results[position] for position in waiting])
+        awaited = _LOOP.run(gather(_attempt_async(results[position]) for position in waiting))
         for position, result in zip(waiting, awaited, strict=True):
             results[position] = result
     return results
@@ -77,30 +75,6 @@ async def _attempt_async(awaitable: Awaitable[Any]) -> Any:
         raise
     except Exception as error:
         return Failed(error)
-
-
-def _run_together(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    async def gather() -> list[Any]:
-        tasks = [asyncio.ensure_future(_attempt_async(awaitable)) for awaitable in awaitables]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:  # a run that stops must not keep paying for answers
-                task.cancel()
-
-    future = asyncio.run_coroutine_threadsafe(gather(), _background_loop())
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()
-        raise
-
-
-@cache
-def _background_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="flatpeak-async-rewards", daemon=True).start()
-    return loop
 
 
 def as_list(result: object, *, expected: int, name: str) -> list[Any]:
