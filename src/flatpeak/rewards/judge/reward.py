@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast
 
@@ -81,7 +82,7 @@ class JudgeReward(Scorer):
         self._examples: tuple[Candidate, ...] | None = None
         self._canary_rate: float | None = None
         self._stopping: Callable[[], bool] = lambda: False
-        self._cost_log: CostLog | None = None
+        self._spent_file: Path | None = None
         self._notices: list[str] = []
         self._notified: set[str] = set()
 
@@ -98,8 +99,8 @@ class JudgeReward(Scorer):
         self._panel.transcripts.attach(directory / TRANSCRIPTS / f"{self.name}.jsonl")
         self._stopping = stopping or self._stopping
         if (judge := self._panel.judge) and hasattr(judge, "spent") and hasattr(judge, "add_spent"):
-            self._cost_log = CostLog(directory / TRANSCRIPTS / f"{self.name}.spent.json")
-            judge.add_spent(*self._cost_log.read())
+            self._spent_file = directory / TRANSCRIPTS / f"{self.name}.spent.json"
+            judge.add_spent(*_read_spent(self._spent_file))
 
     def prepare(self, examples: Sequence[Example]) -> CanaryReport | None:
         """Check that the judge prefers a right answer to a wrong one, then run the canaries; UserError if it fails.
@@ -187,8 +188,8 @@ class JudgeReward(Scorer):
         try:
             return self._loop.run(coroutine, stopping=self._stopping)
         finally:
-            if self._cost_log is not None:
-                self._cost_log.write(*cast("Any", self._panel.judge).spent())
+            if self._spent_file is not None:
+                _write_spent(self._spent_file, *cast("Any", self._panel.judge).spent())
 
     def _candidates(self, group: Group) -> list[Candidate]:
         example = group.prompt.example
@@ -218,33 +219,22 @@ class JudgeReward(Scorer):
             self._notices.append(text)
 
 
-class CostLog:
-    """The calls and cost of a run in a small JSON file, replaced whole at every write.
+def _read_spent(path: Path) -> tuple[int, float]:
+    """(calls, cost) of a run until now; zeros where the file is absent or damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        calls, cost = int(content["calls"]), float(content["cost"])
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
+        return 0, 0.0
+    return (calls, cost) if calls >= 0 and cost >= 0 and math.isfinite(cost) else (0, 0.0)
 
-    A failed write costs no scores and gives no notice: that of the transcripts, on the same disk, is enough.
-    """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def read(self) -> tuple[int, float]:
-        """(calls, cost) of the run until now; zeros where the file is absent or damaged."""
-        try:
-            content = json.loads(self._path.read_text(encoding="utf-8"))
-            calls, cost = int(content["calls"]), float(content["cost"])
-        except (OSError, ValueError, TypeError, KeyError, OverflowError):
-            return 0, 0.0
-        return (calls, cost) if calls >= 0 and cost >= 0 and math.isfinite(cost) else (0, 0.0)
-
-    def write(self, calls: int, cost: float) -> None:
-        """Replace the file's calls and cost."""
-        new = self._path.with_suffix(".new")
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            new.write_text(json.dumps({"calls": calls, "cost": cost}) + "\n", encoding="utf-8")
-            new.replace(self._path)
-        except OSError:
-            return
+def _write_spent(path: Path, calls: int, cost: float) -> None:
+    """Replace the file whole. A failure costs no scores: the notice of the transcripts, on the same disk, is enough."""
+    new = path.with_suffix(".new")
+    with suppress(OSError):
+        new.write_text(json.dumps({"calls": calls, "cost": cost}) + "\n", encoding="utf-8")
+        new.replace(path)
 
 
 judge_reward = JudgeReward
