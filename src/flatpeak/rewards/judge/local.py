@@ -78,7 +78,8 @@ class LocalJudge:
             if len(prompt) + request.max_tokens <= context:
                 replies.append(self._reply(next(generated), request, len(prompt), started))
             else:
-                reason = f"prompt of {len(prompt)} tokens and a reply of {request.max_tokens} exceed the context of {context}"
+                needed = f"prompt of {len(prompt)} tokens and a reply of {request.max_tokens}"
+                reason = f"{needed} exceed the context of {context}"
                 replies.append(JudgeReply(text=None, reason=reason, attempts=0))
         return replies
 

@@ -233,6 +233,7 @@ def _write_spent(path: Path, calls: int, cost: float) -> None:
     """Replace the file whole. A failure costs no scores: the notice of the transcripts, on the same disk, is enough."""
     new = path.with_suffix(".new")
     with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
         new.write_text(json.dumps({"calls": calls, "cost": cost}) + "\n", encoding="utf-8")
         new.replace(path)
 

@@ -24,17 +24,17 @@ from flatpeak.types import Completion, Group, Prompt, SamplingParams
 from flatpeak.utils.redaction import Secret
 
 ATTEMPTS: Final = 8
-"""Answers that a group may fail to get before the run fails; attempts to connect do not count."""
+"""Failed requests for a group before the run fails; attempts to connect do not count."""
 _PLAIN: Final = SamplingParams()
 
 
 class VLLMSampler(Sampler):
-    """A sampler over servers that draw with the policy's weights of now.
+    """A sampler over servers that draw with the policy's current weights.
 
     At the beginning of every call the weights are published if they have changed, and servers load them; every
-    completion says which weights drew it, and is asked for again where these are not the current ones. A server that
-    died is left out until it answers, and gets the weights before it is asked. Requests that fail for want of a
-    connection, of time or of an orderly answer are repeated elsewhere with the same seeds.
+    completion names the weights that drew it, and is requested again if these are not the current weights. A server
+    that died gets no requests until it answers a ping, and gets the weights first. Requests without a connection, a
+    timely answer or a readable answer are repeated on other servers with the same seeds.
 
     Log-probabilities are vLLM's own: they agree with the trainer's to rounding, never to the bit.
     """
@@ -76,7 +76,7 @@ class VLLMSampler(Sampler):
             first_delay=first_delay,
         )
         with ExitStack() as refused:
-            refused.callback(self._pool.close)  # the ways into servers that were met before
+            refused.callback(self._pool.close)  # the connections to servers before the one that fails
             self._pool.connect()
             # On a CPU vLLM computes with copies of matrices in another layout. A tied output layer has one too, which
             # is made anew only where its weights are among those that are loaded.
@@ -141,9 +141,9 @@ class VLLMSampler(Sampler):
             self._pool.sleep()
 
     def update(self, *, freeze: bool = False) -> WeightVersion:
-        """Give the servers the weights of now, if they do not have them; every request begins with it.
+        """Give the servers the current weights, if they do not have them; every request begins with it.
 
-        `freeze` keeps them for servers that come late, as the policy is about to change.
+        `freeze` copies the weights for servers that return later, because the policy is about to change.
         """
         started = time.perf_counter()
         version = self._weights.current()
@@ -154,7 +154,7 @@ class VLLMSampler(Sampler):
         return version
 
     def measured(self) -> Mapping[str, float]:
-        """Seconds of weight updates, and counts of what was asked again, since the last call."""
+        """Seconds of weight updates, and counts of repeated requests, since the last call."""
         metrics = {
             "time/weight_update": self._update_seconds,
             "rollout/retried_requests": float(self._counts["retried"]),
@@ -165,7 +165,7 @@ class VLLMSampler(Sampler):
         return metrics
 
     def close(self) -> None:
-        """Delete the files of the weights, and leave the servers."""
+        """Delete the files of the weights, and disconnect from the servers."""
         self._pool.close()
         self._weights.close()
 
@@ -175,7 +175,7 @@ class VLLMSampler(Sampler):
         """A group's completions, from whichever server gives them."""
         failures: list[str] = []
         while len(failures) < ATTEMPTS:
-            with self._pool.lend(given_up=abandoned.is_set) as server:
+            with self._pool.acquire(given_up=abandoned.is_set) as server:
                 try:
                     answer = server.generate(request.body(prompt, model=server.prepare(version)))
                     completions = request.completions(
@@ -196,14 +196,14 @@ class VLLMSampler(Sampler):
         )
 
     def _note(self, server: Server, error: ServerError, group_size: int) -> None:
-        """Count a failure, and take from it what is known of the server no longer."""
+        """Count a failure, and discard what it shows to be outdated about the server."""
         stale = isinstance(error, StaleWeightsError)
         with self._counting:
             self._counts["stale" if stale else "retried"] += group_size if stale else 1
         if stale:
-            server.lost()
+            server.mark_dead()
             return
-        # 404: an adapter that is not there any longer, as after a new start.
+        # 404: an adapter that is no longer loaded, as after a restart.
         if not isinstance(error, StatusError) or error.status == 404:
-            server.lost()
+            server.mark_dead()
         self._pool.failed(server, error, after=error.retry_after if isinstance(error, StatusError) else None)

@@ -20,9 +20,9 @@ from flatpeak.errors import brief
 from flatpeak.rollout.vllm.http_client import HTTPClient, LostAnswerError
 
 TOKEN_SECONDS: Final = 5.0
-"""Longest wait for the whole token of a new connection; no other is taken meanwhile."""
-_LOOK: Final = 0.2
-"""Seconds between two looks at whether the server has failed."""
+"""Longest wait for the whole token of a new connection; no other is accepted meanwhile."""
+_POLL_SECONDS: Final = 0.2
+"""Seconds between two checks whether the server has failed."""
 
 
 class SocketChannel:
@@ -37,7 +37,7 @@ class SocketChannel:
         self._token = secrets.token_hex(16)
         host, family = client.own_address()
         self._listener = socket.create_server((host, 0), family=family, backlog=workers + 8)
-        self._listener.settimeout(_LOOK)
+        self._listener.settimeout(_POLL_SECONDS)
 
     def init_info(self) -> Mapping[str, Any]:
         """The address, and the token that opens it."""
@@ -45,7 +45,7 @@ class SocketChannel:
         return {"host": host, "port": port, "token": self._token, "timeout": self._timeout}
 
     def join(self, check: Callable[[], None]) -> None:
-        """Take a connection of every worker, which shows that there is a way; each update has its own."""
+        """Accept one connection of every worker, as a proof that they can connect; each update has connections of its own."""
         for _ in range(self._workers):
             self._accept(check).close()
 
@@ -62,7 +62,7 @@ class SocketChannel:
             raise LostAnswerError(f"the transfer of weights broke off ({brief(error)})") from error
 
     def close(self) -> None:
-        """Take no more connections."""
+        """Accept no more connections."""
         self._listener.close()
 
     def _accept(self, check: Callable[[], None]) -> socket.socket:
@@ -77,7 +77,7 @@ class SocketChannel:
                 raise LostAnswerError(f"no worker of the server can connect ({brief(error)})") from error
             with suppress(OSError):
                 if hmac.compare_digest(_read(connection, len(self._token), check), self._token.encode()):
-                    connection.settimeout(_LOOK)
+                    connection.settimeout(_POLL_SECONDS)
                     return connection
             connection.close()
 
@@ -91,13 +91,13 @@ def _send(connection: socket.socket, content: memoryview, check: Callable[[], No
     while content:
         with suppress(TimeoutError):
             content = content[connection.send(content) :]
-        check()  # also while bytes flow: they may to workers of a request that has been given up
+        check()  # also while bytes flow: the request of these workers may have been abandoned
 
 
 def _read(connection: socket.socket, size: int, check: Callable[[], None]) -> bytes:
     """The next `size` bytes, or fewer where the other side ends first or takes longer than TOKEN_SECONDS for all."""
     content, deadline = b"", time.monotonic() + TOKEN_SECONDS
-    connection.settimeout(_LOOK)
+    connection.settimeout(_POLL_SECONDS)
     while len(content) < size and time.monotonic() < deadline:
         try:
             piece = connection.recv(size - len(content))

@@ -24,10 +24,10 @@ RELOAD: Final = "set rollout.engine.sync=reload"
 INSTEAD: Final = f"or {RELOAD}"
 NCCL_DEVICE: Final = "cuda"
 GRACE: Final = 5.0
-"""Seconds that a server has to say why a transfer broke off."""
-_LOOK: Final = 0.2
+"""Seconds that a server has to report why a transfer broke off."""
+_POLL_SECONDS: Final = 0.2
 Check = Callable[[], None]
-"""Raises a ServerError once there is nothing left to wait for."""
+"""Raises a ServerError once waiting is pointless."""
 
 
 class TransferError(ServerError):
@@ -42,7 +42,7 @@ class Channel(Protocol):
         ...
 
     def join(self, check: Check) -> None:
-        """Meet the workers, which get that message meanwhile."""
+        """Connect to the workers, which get that message meanwhile."""
         ...
 
     def send(self, weights: Sequence[tuple[str, Tensor]], check: Check) -> None:
@@ -50,12 +50,12 @@ class Channel(Protocol):
         ...
 
     def close(self) -> None:
-        """Break off whatever waits on either side; it is not used again."""
+        """End all waiting on both sides; the channel is not used again."""
         ...
 
 
 class WeightTransfer:
-    """Transfers to one server, until one of them fails: then the server has to be asked anew what it is."""
+    """Transfers to one server, until one of them fails; the server then needs a new object."""
 
     def __init__(self, client: HTTPClient, backend: str | None, *, device: torch.device, timeout: float) -> None:
         """`backend` is the server's; UserError where it is none that this trainer, with weights on `device`, speaks."""
@@ -79,7 +79,7 @@ class WeightTransfer:
             )
 
     def open(self) -> Channel:
-        """Meet the server's workers, if that has not happened."""
+        """The channel to the server's workers, opened by the first call."""
         if self._channel is not None:
             return self._channel
         try:
@@ -90,12 +90,12 @@ class WeightTransfer:
         workers = answer.get("world_size") if isinstance(answer, Mapping) else None
         if type(workers) is not int or workers < 1:
             raise TransferError(f"the server has {workers} workers")
-        with suppress(StatusError):  # of a trainer before, which may have vanished
+        with suppress(StatusError):  # of an earlier trainer, which may have died
             self._client.post("/shutdown_weight_transfer_engine")
         try:
             channel = self._channel = self._make(workers)
         except OSError as error:
-            raise UserError(f"{self._client.url}: its workers cannot be met ({brief(error)}): {RELOAD}") from error
+            raise UserError(f"{self._client.url}: its workers cannot be reached ({brief(error)}): {RELOAD}") from error
         try:
             self._together("/init_weight_transfer_engine", {"init_info": dict(channel.init_info())}, channel.join)
         except StatusError as error:
@@ -108,7 +108,7 @@ class WeightTransfer:
         return channel
 
     def send(self, weights: Sequence[tuple[str, Tensor]]) -> None:
-        """Replace the server's weights; whatever fails leaves it with some of both, and the channel closed."""
+        """Replace the server's weights; a failure leaves it with a mixture and closes the channel."""
         channel = self.open()
         info = {
             "names": [name for name, _ in weights],
@@ -130,7 +130,7 @@ class WeightTransfer:
             self._channel = None
 
     def _together(self, path: str, body: Mapping[str, Any], act: Callable[[Check], None]) -> None:
-        """Make a request that is answered once the trainer has acted too. What fails on one side ends the other."""
+        """Make a request that the server answers once the trainer has acted; a failure of either side ends both."""
         deadline = time.monotonic() + self._timeout
         with ThreadPoolExecutor(1, thread_name_prefix="vllm-transfer") as thread:
             answer = thread.submit(self._client.post, path, body)
@@ -139,9 +139,8 @@ class WeightTransfer:
                 nonlocal deadline
                 if answer.done():
                     answer.result()
-                    deadline = min(
-                        deadline, time.monotonic() + GRACE
-                    )  # workers may have connected, and not be heard yet
+                    # Workers may have connected without having sent their token yet.
+                    deadline = min(deadline, time.monotonic() + GRACE)
                 if time.monotonic() > deadline:
                     early = f"{path} was answered before the weights were taken"
                     late = f"a transfer of weights was not over after {self._timeout:g} s"
@@ -153,20 +152,20 @@ class WeightTransfer:
                 self.close()
                 wait([answer], timeout=GRACE)
                 while not answer.done():
-                    self._client.hang_up()
-                    wait([answer], timeout=_LOOK)
+                    self._client.abort()
+                    wait([answer], timeout=_POLL_SECONDS)
                 reason = answer.exception()
                 if isinstance(error, LostAnswerError) and isinstance(reason, StatusError):
-                    raise reason from None  # the server's words say more than the end of a connection
+                    raise reason from None  # the server's message says more than a broken connection
                 raise
             answer.result()
 
 
 def end_unfinished_update(client: HTTPClient) -> None:
-    """Bring the layers of a server into order, whose last update broke off: they count what they have been given.
+    """Finish the last update of a server, which broke off: its layers count the weights that they received.
 
-    What they hold then is a mixture.
+    They then hold a mixture of weights.
     """
-    with suppress(StatusError):  # refused where the update is still open, as after the death of a trainer
+    with suppress(StatusError):  # refused while the update is still open, as after the death of a trainer
         client.post("/start_weight_update")
     client.post("/finish_weight_update")
