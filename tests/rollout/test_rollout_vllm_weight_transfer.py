@@ -18,10 +18,10 @@ import torch
 from flatpeak.errors import RunError, StoppedError, UserError
 from flatpeak.rollout.ahead import RolloutsAhead
 from flatpeak.rollout.config import VLLMConfig
-from flatpeak.rollout.vllm import VLLMSampler, nccl_channel, socket_channel
-from flatpeak.rollout.vllm.drawing_thread import DrawingThread
+from flatpeak.rollout.vllm import VLLMSampler, nccl_channel, weight_transfer
 from flatpeak.rollout.vllm.http_client import HTTPClient, LostAnswerError
-from flatpeak.rollout.vllm.socket_channel import SocketChannel
+from flatpeak.rollout.vllm.sampler import DrawingThread
+from flatpeak.rollout.vllm.weight_transfer import SocketChannel
 from flatpeak.rollout.vllm.weight_versions import WeightTensors, WeightVersions, frozen
 from flatpeak.types import Example, Group, Prompt, SamplingParams
 from flatpeak.utils.redaction import NO_KEY, Secret
@@ -181,7 +181,7 @@ def test_a_worker_that_fails_within_the_update_gets_all_weights_again(sample, ba
 
 
 def test_a_connection_that_breaks_within_the_tensors_is_made_anew(sample, monkeypatch):
-    send, failures = socket_channel._send, iter([False, True])
+    send, failures = weight_transfer._send, iter([False, True])
 
     def break_off(connection: socket.socket, *arguments: Any) -> None:
         if next(failures, False):
@@ -191,7 +191,7 @@ def test_a_connection_that_breaks_within_the_tensors_is_made_anew(sample, monkey
 
     policy = ScriptedPolicy()
     policy.others = {"first": torch.zeros(3), "second": torch.ones(3)}
-    monkeypatch.setattr(socket_channel, "_send", break_off)
+    monkeypatch.setattr(weight_transfer, "_send", break_off)
     with VLLMServer(transfer=SOCKETS) as server:
         sampler = sample(server, policy=policy)
         reasons = []
@@ -410,7 +410,7 @@ def test_a_connection_that_cannot_be_taken_is_a_transfer_that_broke_off(sample, 
     accept, failures = socket.socket.accept, [OSError(24, "Too many open files")]
 
     def fail_once(listener: socket.socket) -> Any:
-        if listener.gettimeout() == socket_channel._POLL_SECONDS and failures and sampler:
+        if listener.gettimeout() == weight_transfer._POLL_SECONDS and failures and sampler:
             raise failures.pop()
         return accept(listener)
 
@@ -551,7 +551,7 @@ def test_a_transfer_that_flows_ends_once_its_request_has_failed(channel):
 
 
 def test_a_stranger_who_sends_a_token_in_drops_holds_no_transfer_up(channel, monkeypatch):
-    monkeypatch.setattr(socket_channel, "TOKEN_SECONDS", 0.8)
+    monkeypatch.setattr(weight_transfer, "TOKEN_SECONDS", 0.8)
     info, dropped = channel.init_info(), threading.Event()
 
     def drip() -> None:

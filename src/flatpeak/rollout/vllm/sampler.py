@@ -1,4 +1,7 @@
-"""A sampler over vLLM servers: their weights follow the policy's, and no completion of other weights is returned."""
+"""A sampler over vLLM servers, and a thread that draws ahead from them.
+
+The servers' weights follow the policy's, and no completion of other weights is returned.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 from flatpeak.errors import RunError
 from flatpeak.protocols import Sampler, ServedPolicy
+from flatpeak.rollout.ahead import Background, answer_request
 from flatpeak.rollout.config import VLLMConfig
 from flatpeak.rollout.slots import check_request
 from flatpeak.rollout.stopping import StopStrings
@@ -23,6 +28,8 @@ from flatpeak.rollout.vllm.weight_versions import WeightFiles, WeightTensors, We
 from flatpeak.types import Completion, Group, Prompt, SamplingParams
 from flatpeak.utils.redaction import Secret
 
+STOP_PATIENCE: Final = 10.0
+"""Seconds that a drawing may go on once the run is to stop: what is whole by then is in the checkpoint."""
 ATTEMPTS: Final = 8
 """Failed requests for a group before the run fails; attempts to connect do not count."""
 _PLAIN: Final = SamplingParams()
@@ -207,3 +214,80 @@ class VLLMSampler(Sampler):
         if not isinstance(error, StatusError) or error.status == 404:
             server.mark_dead()
         self._pool.failed(server, error, after=error.retry_after if isinstance(error, StatusError) else None)
+
+
+class DrawingThread(Background):
+    """The background of `RolloutsAhead` over servers: a thread that draws one request at a time.
+
+    Until its result is fetched nothing else may ask the servers, which have one set of weights.
+    """
+
+    def __init__(self, sampler: VLLMSampler) -> None:
+        self._sampler = sampler
+        self._stopping: Callable[[], bool] = lambda: False
+        self._stopping_since: float | None = None
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._answer: Future[dict[str, Any]] = Future()
+
+    def stop_when(self, stopping: Callable[[], bool]) -> None:
+        """Break a drawing off, with StoppedError as its result, some seconds after `stopping()`."""
+        self._stopping = stopping
+
+    def begin(self, request: dict[str, Any]) -> None:
+        """Give the servers the weights of now, then start the thread."""
+        version = self._sampler.update(freeze=True)
+        self._closed.clear()
+        self._stopping_since = None
+        self._sampler.stop_when(self._given_up)
+        self._answer = Future()
+        # A daemon: a trainer that ends without `close` does not wait for servers.
+        self._thread = threading.Thread(
+            target=self._draw, args=(request, version, self._answer), name="rollouts-ahead", daemon=True
+        )
+        self._thread.start()
+
+    def result(self) -> dict[str, Any]:
+        """Wait for the groups. Raises what the thread has raised."""
+        answer = self._answer.result()
+        self._end()
+        return answer
+
+    def close(self) -> None:
+        """Break off what is drawn, and wait for the thread."""
+        self._closed.set()
+        self._end()
+
+    def _draw(self, request: dict[str, Any], version: WeightVersion, answer: Future[dict[str, Any]]) -> None:
+        try:
+            answer.set_result(answer_request(_ByVersion(self._sampler, version), request))
+        except BaseException as error:  # raised by `result`, in the thread that trains
+            answer.set_exception(error)
+
+    def _given_up(self) -> bool:
+        """Whether the drawing is closed, or was to stop some seconds ago."""
+        if self._closed.is_set() or not self._stopping():
+            return self._closed.is_set()
+        if self._stopping_since is None:
+            self._stopping_since = time.monotonic()
+        return time.monotonic() - self._stopping_since > STOP_PATIENCE
+
+    def _end(self) -> None:
+        """Wait for the thread to end; from then on waiting for servers ends at once where the run is to stop."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._sampler.stop_when(self._stopping)
+
+
+@dataclass(frozen=True)
+class _ByVersion(Sampler):
+    """The servers with weights that were published before."""
+
+    sampler: VLLMSampler
+    version: WeightVersion
+
+    def stream(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
+    ) -> Iterator[tuple[int, Group]]:
+        return self.sampler.stream_by(self.version, prompts, group_size=group_size, sampling=sampling, seed=seed)
