@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final
@@ -172,8 +173,7 @@ class FailureLog:
         """The components that have given a score at least once."""
         self._notice = notice
         self._in_a_row: dict[str, int] = {}
-        self._timed_out: dict[str, int] = {}
-        self._short_calls: dict[str, int] = {}
+        self._counts: Counter[tuple[str, str]] = Counter()
 
     def record(self, component: Component, scored: ComponentScores, groups: Sequence[Group]) -> None:
         """Count the failures of one call, with a notice at the first and at every power of ten.
@@ -210,28 +210,27 @@ class FailureLog:
     def _count(self, name: str, failed: int, line: str) -> None:
         before = self.by_component.get(name, Failures(count=0, first_error=line))
         count = before.count + failed
-        self.by_component[name] = Failures(count=count, first_error=before.first_error)
-        if reaches_power_of_ten(before.count, count):
+        self.by_component[name] = replace(before, count=count)
+        if self._reaches_power_of_ten(name, "failed", failed):
             counted = "1 completion has" if count == 1 else f"{count} completions have"
             self._notice(f"reward {name!r}: {counted} had no score so far because of an error; now {line}")
 
     def _count_limits(self, name: str, timed_out: int, ungraded: int) -> None:
-        total = _grown(self._timed_out, name, timed_out)
-        if total is not None:
+        if self._reaches_power_of_ten(name, "timed out", timed_out):
+            total = self._counts[name, "timed out"]
             answers = "1 answer" if total == 1 else f"{total} answers"
             self._notice(f"reward {name!r}: {answers} so far ran out of time or memory; the score stands for wrong")
-        if ungraded and _grown(self._short_calls, name, 1) is not None:
+        if self._reaches_power_of_ten(name, "cut short", min(ungraded, 1)):
             self._notice(
                 f"reward {name!r}: {ungraded} completions of this step were not graded and count as timed out: answers "
                 "that ran out of time had used up run.grading_budget"
             )
 
-
-def _grown(counts: dict[str, int], name: str, more: int) -> int | None:
-    """Add to a count; return the new count if it has reached a power of ten, else None."""
-    before = counts.get(name, 0)
-    counts[name] = before + more
-    return counts[name] if more and reaches_power_of_ten(before, counts[name]) else None
+    def _reaches_power_of_ten(self, name: str, kind: str, more: int) -> bool:
+        """Add to a count, and whether it reached a power of ten."""
+        before = self._counts[name, kind]
+        self._counts[name, kind] += more
+        return more > 0 and reaches_power_of_ten(before, before + more)
 
 
 def reaches_power_of_ten(before: int, now: int) -> bool:
