@@ -18,7 +18,6 @@ from flatpeak.errors import UserError
 from flatpeak.pipeline.train_reward_model import train_reward_model
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
-from flatpeak.rewards.config import SequenceClassifierConfig
 from flatpeak.rewards.reward_model import load_scorer
 from flatpeak.runs.metrics import read_metrics
 from support.models import run_model, save_run_model
@@ -170,8 +169,7 @@ def test_a_reward_model_of_adapters_learns_resumes_and_scores_as_a_reward(
     assert ends[0] == ends[1]
     assert not (last / "model.safetensors").exists()
     scorer, again = (
-        load_scorer(SequenceClassifierConfig(path=str(path), device="cpu"), where="rewards.preference")
-        for path in (result.path, last)
+        load_scorer(where="rewards.preference", path=str(path), device="cpu") for path in (result.path, last)
     )
     texts = [[3, 4, 5], [6, 7, 8, 9, 10, 11]]
     scores = scorer.classifier.score_all(texts)

@@ -19,7 +19,6 @@ from flatpeak.errors import UserError
 from flatpeak.pipeline.train_reward_model import train_reward_model
 from flatpeak.policy.config import TokenizerConfig
 from flatpeak.policy.loading import build_tokenizer
-from flatpeak.rewards.config import SequenceClassifierConfig
 from flatpeak.rewards.reward_model import load_scorer
 from flatpeak.rewards.sequence_classifier import PLAIN, Classifier, Spread, Wording, read_record
 from flatpeak.runs.metrics import read_metrics
@@ -244,9 +243,7 @@ def test_a_run_leaves_a_model_that_others_load_and_score_alike(learn: Callable[.
     assert (record.template, record.max_tokens) == (PLAIN, 48)
     rows = read_rows(result.path / "evaluations" / "train_000004.jsonl")
     pairs = read_rows(tmp_path / "pairs.jsonl")
-    scorer = load_scorer(
-        SequenceClassifierConfig(path=str(result.path / "checkpoints" / "last"), device="cpu"), where="r"
-    )
+    scorer = load_scorer(path=str(result.path / "checkpoints" / "last"), device="cpu", where="r")
     for row in rows[:5]:
         pair = pairs[int(row["id"])]
         for side in ("chosen", "rejected"):

@@ -88,7 +88,7 @@ class SequenceClassifierConfig(ComponentConfig):
         """The loaded model; UserError if it does not load or does not fit the settings."""
         from flatpeak.rewards.reward_model import load_scorer
 
-        return load_scorer(self, where=f"rewards.{name}")
+        return load_scorer(where=f"rewards.{name}", **self.model_dump(exclude={"type", "weight"}))
 
 
 class NumberConfig(ComponentConfig):

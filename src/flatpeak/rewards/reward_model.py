@@ -9,7 +9,6 @@ import torch
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.base import ComponentScores, Scorer, by_group
-from flatpeak.rewards.config import SequenceClassifierConfig
 from flatpeak.rewards.sequence_classifier import (
     CHAT,
     Classifier,
@@ -87,44 +86,59 @@ def _asked(prompt: Prompt, template: str) -> str | Sequence[Message]:
     return conversation(prompt.example.columns) or prompt.messages or prompt.example.question
 
 
-def load_scorer(config: SequenceClassifierConfig, *, where: str) -> ModelScorer:
-    """The scorer that a recipe describes in the section `where`, such as `rewards.preference`.
+def load_scorer(
+    *,
+    where: str,
+    path: str,
+    revision: str | None = None,
+    device: str = "auto",
+    dtype: str = "float32",
+    template: str = "auto",
+    max_tokens: int | None = None,
+    batch_tokens: int | None = None,
+    label: int | None = None,
+    normalization: str = "none",
+    mean: float | None = None,
+    std: float | None = None,
+    clip: tuple[float, float] | None = None,
+) -> ModelScorer:
+    """The scorer for the settings of a `SequenceClassifierConfig`.
 
-    UserError for a model that does not load, or does not fit the settings.
+    `where` is the name of the section in messages, such as `rewards.preference`. UserError for a model that does not
+    load, or does not fit the settings.
     """
+    target = pick_device(device, where=f"{where}.device")
     model, tokenizer, record = load_model(
-        locate(config.path, where=f"{where}.path"),
+        locate(path, where=f"{where}.path"),
         where=f"{where}.path",
-        device=pick_device(config.device, where=f"{where}.device"),
-        revision=config.revision,
-        dtype=getattr(torch, config.dtype),
+        device=target,
+        revision=revision,
+        dtype=getattr(torch, dtype),
     )
     model.requires_grad_(False)
-    wording = make_wording(
-        model, tokenizer, record, template=config.template, max_tokens=config.max_tokens, where=where
-    )
-    spread = _spread(config, record, where=where) if config.normalization == "standardize" else None
-    label = _output(config, model.config.num_labels, where=where)
+    wording = make_wording(model, tokenizer, record, template=template, max_tokens=max_tokens, where=where)
+    spread = _spread(mean, std, record, where=where) if normalization == "standardize" else None
+    output = _output(label, model.config.num_labels, path, where=where)
     return ModelScorer(
-        Classifier(model, wording, label=label),
+        Classifier(model, wording, label=output),
         name=where.rpartition(".")[2],
-        batch_tokens=config.batch_tokens,
+        batch_tokens=batch_tokens,
         spread=spread,
-        clip=config.clip,
+        clip=clip,
     )
 
 
-def _output(config: SequenceClassifierConfig, outputs: int, *, where: str) -> int:
-    if config.label is None and outputs > 1:
-        raise UserError(f"{where}.path={config.path} has {outputs} outputs: set {where}.label to the one that scores")
-    if config.label is not None and config.label >= outputs:
-        raise UserError(f"{where}.label={config.label}: the model has outputs 0 to {outputs - 1}")
-    return config.label or 0
+def _output(label: int | None, outputs: int, path: str, *, where: str) -> int:
+    if label is None and outputs > 1:
+        raise UserError(f"{where}.path={path} has {outputs} outputs: set {where}.label to the one that scores")
+    if label is not None and label >= outputs:
+        raise UserError(f"{where}.label={label}: the model has outputs 0 to {outputs - 1}")
+    return label or 0
 
 
-def _spread(config: SequenceClassifierConfig, record: Record | None, *, where: str) -> Spread:
-    if config.mean is not None and config.std is not None:
-        return Spread(mean=config.mean, std=config.std, count=0)
+def _spread(mean: float | None, std: float | None, record: Record | None, *, where: str) -> Spread:
+    if mean is not None and std is not None:
+        return Spread(mean=mean, std=std, count=0)
     if record is None or record.scores is None:
         raise UserError(
             f"{where}.normalization=standardize: no mean and std are recorded with this model; set {where}.mean and "

@@ -19,7 +19,6 @@ from flatpeak.pipeline.train_reward_model import train_reward_model
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
 from flatpeak.policy.model import Policy
-from flatpeak.rewards.config import SequenceClassifierConfig
 from flatpeak.rewards.reward_model import load_scorer
 from flatpeak.utils.adapters import LoraConfig
 from support.models import letter_tokenizer, tiny_model
@@ -208,9 +207,7 @@ def test_the_export_of_a_reward_model_scores_as_it_does(tmp_path: Path, model: d
     assert not list((tmp_path / "merged").glob("adapter*"))
     texts = [[3, 4, 5], [6, 7, 8, 9, 10, 11]]
     scores = [
-        load_scorer(
-            SequenceClassifierConfig(path=str(path), device="cpu"), where="rewards.preference"
-        ).classifier.score_all(texts)
+        load_scorer(where="rewards.preference", path=str(path), device="cpu").classifier.score_all(texts)
         for path in (run, tmp_path / "merged")
     ]
     assert scores[1] == pytest.approx(scores[0], abs=1e-4)
