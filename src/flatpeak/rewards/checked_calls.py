@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from flatpeak.errors import UserError
 from flatpeak.rewards.background_loop import BackgroundLoop, gather
 from flatpeak.rewards.base import ComponentScores
-from flatpeak.rewards.workers.process import WorkerError
+from flatpeak.rewards.workers.worker import WorkerError
 from flatpeak.utils.user_code import OneLineError, describe_value, one_line
 
 if TYPE_CHECKING:
