@@ -21,7 +21,7 @@ from flatpeak.policy.loading import load_policy
 from flatpeak.policy.model import Policy
 from flatpeak.rollout.config import VLLMConfig
 from flatpeak.rollout.engine import NativeEngine
-from flatpeak.rollout.vllm import VLLMSampler, socket_channel
+from flatpeak.rollout.vllm import VLLMSampler, weight_transfer
 from flatpeak.rollout.vllm.http_client import HTTPClient
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.types import Example, Group, Prompt, SamplingParams
@@ -209,7 +209,7 @@ def test_a_server_that_lost_its_trainer_within_a_transfer_serves_the_next(checkp
     prompts, greedy = questions(policy), SamplingParams(temperature=0.0, max_new_tokens=4)
     # Cut in the middle of a layer whose matrices vLLM joins: their parts are counted.
     pushed = itertools.count()
-    send = socket_channel._send
+    send = weight_transfer._send
 
     def die(*arguments: Any) -> None:
         if next(pushed) == 10:
@@ -217,7 +217,7 @@ def test_a_server_that_lost_its_trainer_within_a_transfer_serves_the_next(checkp
         send(*arguments)
 
     abandoned = VLLMSampler(policy, config)
-    monkeypatch.setattr(socket_channel, "_send", die)
+    monkeypatch.setattr(weight_transfer, "_send", die)
     post = HTTPClient.post
     monkeypatch.setattr(
         HTTPClient, "post", lambda self, path, *body, **query: path == "/resume" or post(self, path, *body, **query)

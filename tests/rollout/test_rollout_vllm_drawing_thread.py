@@ -11,8 +11,9 @@ import pytest
 from flatpeak.errors import RunError, StoppedError, UserError
 from flatpeak.rollout.ahead import RolloutsAhead
 from flatpeak.rollout.config import VLLMConfig
-from flatpeak.rollout.vllm import VLLMSampler, drawing_thread
-from flatpeak.rollout.vllm.drawing_thread import DrawingThread
+from flatpeak.rollout.vllm import VLLMSampler
+from flatpeak.rollout.vllm import sampler as vllm_sampler
+from flatpeak.rollout.vllm.sampler import DrawingThread
 from flatpeak.types import Example, Group, Prompt, SamplingParams
 from support.vllm_server import Call, Fault, ScriptedPolicy, VLLMServer
 
@@ -154,7 +155,7 @@ def test_servers_that_stay_away_end_the_run_and_not_the_update(rollouts):
 
 @pytest.mark.parametrize("patience", [0.1, 30.0])
 def test_a_stop_lets_a_drawing_end_if_that_takes_little_time(rollouts, monkeypatch, patience):
-    monkeypatch.setattr(drawing_thread, "STOP_PATIENCE", patience)
+    monkeypatch.setattr(vllm_sampler, "STOP_PATIENCE", patience)
     stopping = threading.Event()
 
     def script(call: Call) -> Fault | None:

@@ -429,7 +429,7 @@ def test_an_address_that_takes_no_connection_is_given_up_soon(sample, monkeypatc
         monkeypatch.setattr(sampler._pool.servers[0]._client, "_address", f"127.0.0.1:{port}")
         started = time.monotonic()
         with pytest.raises(UnreachableError):
-            sampler._pool.servers[0].look()
+            sampler._pool.servers[0].ping()
         assert time.monotonic() - started < 5  # the timeout for answers is 10
 
 

@@ -18,10 +18,10 @@ import torch
 from flatpeak.errors import RunError, StoppedError, UserError
 from flatpeak.rollout.ahead import RolloutsAhead
 from flatpeak.rollout.config import VLLMConfig
-from flatpeak.rollout.vllm import VLLMSampler, nccl_channel, socket_channel
-from flatpeak.rollout.vllm.drawing_thread import DrawingThread
+from flatpeak.rollout.vllm import VLLMSampler, nccl_channel, weight_transfer
 from flatpeak.rollout.vllm.http_client import HTTPClient, LostAnswerError
-from flatpeak.rollout.vllm.socket_channel import SocketChannel
+from flatpeak.rollout.vllm.sampler import DrawingThread
+from flatpeak.rollout.vllm.weight_transfer import SocketChannel
 from flatpeak.rollout.vllm.weight_versions import WeightTensors, WeightVersions, frozen
 from flatpeak.types import Example, Group, Prompt, SamplingParams
 from flatpeak.utils.redaction import NO_KEY, Secret
@@ -33,7 +33,7 @@ PROMPTS = [
     Prompt(id=str(p), token_ids=(3 + p, 5), text="", example=Example(id=str(p), question="", gold="")) for p in range(6)
 ]
 SOCKETS = "flatpeak-sockets"
-MEET = ["/shutdown_weight_transfer_engine", "/init_weight_transfer_engine"]
+OPEN = ["/shutdown_weight_transfer_engine", "/init_weight_transfer_engine"]
 NAME = "/update_weight_version"
 SEND = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
 UPDATE = ["/pause", NAME, *SEND, "/reset_prefix_cache", NAME, "/resume"]
@@ -93,14 +93,14 @@ def test_each_version_is_sent_once_in_the_order_of_vllms_endpoints(sample, backe
     policy = ScriptedPolicy()
     with VLLMServer(transfer=backend) as server:
         sampler = sample(server, policy=policy)
-        assert server.paths() == MEET
+        assert server.paths() == OPEN
         first = draw(sampler)
         assert (logprobs(first), versions(first)) == ({-0.5}, {1})
         draw(sampler, seed=8)
         policy.step()
         second = draw(sampler)
         assert (logprobs(second), versions(second)) == ({-0.75}, {2})
-        assert server.paths() == MEET + UPDATE * 2
+        assert server.paths() == OPEN + UPDATE * 2
         assert sampler.measured()["time/weight_update"] > 0
         names = [call.body["new_version"] for call in server.calls if call.path == NAME]
         assert [name.removesuffix("-unfinished") for name in names] == [names[1]] * 2 + [names[3]] * 2
@@ -151,7 +151,7 @@ def test_several_servers_get_the_weights_side_by_side(sample, backend):
         assert (logprobs(groups), versions(groups)) == ({-0.75}, {2})
         assert one.generated()
         assert other.generated()
-        assert one.paths() == other.paths() == MEET + UPDATE * 2
+        assert one.paths() == other.paths() == OPEN + UPDATE * 2
 
 
 @pytest.mark.parametrize("path", [*SEND, "/reset_prefix_cache", NAME])
@@ -162,7 +162,7 @@ def test_an_update_that_fails_is_made_again_from_the_beginning(sample, path, fau
         assert (logprobs(groups), versions(groups)) == ({-0.5}, {1})
         begun = path != NAME  # the first name is given before the update begins
         # Once it had begun, the server's layers count what they were given, until the update is ended.
-        assert server.paths()[-len(UPDATE) - len(MEET) - 2 * begun :] == (MEND if begun else []) + MEET + UPDATE
+        assert server.paths()[-len(UPDATE) - len(OPEN) - 2 * begun :] == (MEND if begun else []) + OPEN + UPDATE
 
 
 def test_a_worker_that_fails_within_the_update_gets_all_weights_again(sample, backend, monkeypatch):
@@ -181,7 +181,7 @@ def test_a_worker_that_fails_within_the_update_gets_all_weights_again(sample, ba
 
 
 def test_a_connection_that_breaks_within_the_tensors_is_made_anew(sample, monkeypatch):
-    send, failures = socket_channel._send, iter([False, True])
+    send, failures = weight_transfer._send, iter([False, True])
 
     def break_off(connection: socket.socket, *arguments: Any) -> None:
         if next(failures, False):
@@ -191,7 +191,7 @@ def test_a_connection_that_breaks_within_the_tensors_is_made_anew(sample, monkey
 
     policy = ScriptedPolicy()
     policy.others = {"first": torch.zeros(3), "second": torch.ones(3)}
-    monkeypatch.setattr(socket_channel, "_send", break_off)
+    monkeypatch.setattr(weight_transfer, "_send", break_off)
     with VLLMServer(transfer=SOCKETS) as server:
         sampler = sample(server, policy=policy)
         reasons = []
@@ -201,7 +201,7 @@ def test_a_connection_that_breaks_within_the_tensors_is_made_anew(sample, monkey
         )
         assert logprobs(draw(sampler)) == {-0.5}
         assert reasons == ["status 500: Worker failed with error 'the trainer broke the transfer off'"]
-        assert server.paths()[-len(UPDATE) - 4 :] == [*MEND, *MEET, *UPDATE]
+        assert server.paths()[-len(UPDATE) - 4 :] == [*MEND, *OPEN, *UPDATE]
 
 
 def test_a_trainer_that_died_within_a_transfer_leaves_a_server_that_the_next_can_use(sample, backend):
@@ -209,7 +209,7 @@ def test_a_trainer_that_died_within_a_transfer_leaves_a_server_that_the_next_can
         server.version = "flatpeak-model-0a0a0a0a-000003-unfinished"
         server.workers.active = server.workers.torn = True
         assert logprobs(draw(sample(server))) == {-0.5}
-        assert server.paths()[:4] == MEND + MEET
+        assert server.paths()[:4] == MEND + OPEN
 
 
 def test_weights_that_are_half_replaced_are_put_in_order_before_a_reload_too(sample):
@@ -277,7 +277,7 @@ def test_a_server_that_is_started_anew_gets_the_weights_before_it_is_asked(sampl
         server.start()
         groups = draw(sampler)
         assert (logprobs(groups), versions(groups)) == ({-0.5}, {1})
-        assert server.paths() == (MEET + UPDATE) * 2
+        assert server.paths() == (OPEN + UPDATE) * 2
 
 
 def test_a_server_with_sleep_mode_is_woken_for_a_transfer(sample):
@@ -287,7 +287,7 @@ def test_a_server_with_sleep_mode_is_woken_for_a_transfer(sample):
         draw(sampler)
         policy.step()
         assert logprobs(draw(sampler)) == {-0.75}
-        assert server.paths() == [*MEET, *UPDATE, "/sleep", "/wake_up", *UPDATE, "/sleep"]
+        assert server.paths() == [*OPEN, *UPDATE, "/sleep", "/wake_up", *UPDATE, "/sleep"]
 
 
 def test_a_server_on_a_cpu_is_sent_a_tied_output_layer_by_itself(sample):
@@ -379,7 +379,7 @@ def test_an_nccl_that_cannot_be_loaded_is_named_at_the_start(sample, monkeypatch
 def test_a_trainer_that_a_server_cannot_reach_is_an_error_at_the_start(sample, backend):
     fault = Fault(body=b'{"error": {"message": "No route to host"}}')
     with (
-        VLLMServer(lambda call: fault if call.path == MEET[1] else None, transfer=backend) as server,
+        VLLMServer(lambda call: fault if call.path == OPEN[1] else None, transfer=backend) as server,
         pytest.raises(UserError, match=r"do not reach the trainer .*No route to host.*rollout\.engine\.sync=reload"),
     ):
         sample(server)
@@ -410,7 +410,7 @@ def test_a_connection_that_cannot_be_taken_is_a_transfer_that_broke_off(sample, 
     accept, failures = socket.socket.accept, [OSError(24, "Too many open files")]
 
     def fail_once(listener: socket.socket) -> Any:
-        if listener.gettimeout() == socket_channel._LOOK and failures and sampler:
+        if listener.gettimeout() == weight_transfer._POLL_SECONDS and failures and sampler:
             raise failures.pop()
         return accept(listener)
 
@@ -551,7 +551,7 @@ def test_a_transfer_that_flows_ends_once_its_request_has_failed(channel):
 
 
 def test_a_stranger_who_sends_a_token_in_drops_holds_no_transfer_up(channel, monkeypatch):
-    monkeypatch.setattr(socket_channel, "TOKEN_SECONDS", 0.8)
+    monkeypatch.setattr(weight_transfer, "TOKEN_SECONDS", 0.8)
     info, dropped = channel.init_info(), threading.Event()
 
     def drip() -> None:

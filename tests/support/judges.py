@@ -1,16 +1,14 @@
-"""Small groups, a virtual clock, and judges made of a function."""
+"""Small groups, and judges made of a function."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flatpeak.rewards.judge.build import build_judge_reward
 from flatpeak.rewards.judge.config import JudgeConfig
 from flatpeak.rewards.judge.protocol import JudgeReply, JudgeRequest
-from flatpeak.rewards.judge.reward import JudgeReward
+from flatpeak.rewards.judge.reward import JudgeReward, build_judge_reward
 from flatpeak.types import Completion, Example, Group, Prompt
 
 
@@ -39,22 +37,6 @@ def reward(url: str, *, prepared: bool = True, **fields: Any) -> JudgeReward:
     if prepared:
         made._examples = ()
     return made
-
-
-class VirtualClock:
-    """A clock that advances by the seconds of each sleep, at once."""
-
-    def __init__(self) -> None:
-        self.time = 1000.0
-        self.slept: list[float] = []
-
-    def now(self) -> float:
-        return self.time
-
-    async def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self.time += seconds
-        await asyncio.sleep(0)  # let other tasks run
 
 
 class FunctionJudge:

@@ -22,7 +22,7 @@ from flatpeak.errors import RunError, UserError
 from flatpeak.pipeline.model_source import locate_model, trained_as
 from flatpeak.rollout.vllm.http_client import HTTPClient, ServerError
 from flatpeak.rollout.vllm.nccl_channel import NCCLChannel
-from flatpeak.rollout.vllm.socket_channel import SocketChannel
+from flatpeak.rollout.vllm.weight_transfer import SocketChannel
 from flatpeak.utils.adapter_base import ADAPTER_CONFIG
 from flatpeak.utils.child_process import kill_group
 from flatpeak.utils.redaction import NO_KEY, Secret, redact

@@ -140,11 +140,13 @@ class ServedSampler(WrappedSampler):
 class SharedReward(RewardSet):
     """A reward set that the first rank calls, with its processes, budgets and judges; the others receive the scores."""
 
+    passes_on = True
+
     def __init__(self, reward: RewardSet, ranks: Ranks) -> None:
+        super().__init__([])
         self._own = reward
         self._ranks = ranks
         self._failed: dict[str, Failures] = {}
-        self._set([], workers=None, rules=False, budget=None, notice=None)
 
     @property
     def weights(self) -> dict[str, float]:

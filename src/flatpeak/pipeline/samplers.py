@@ -17,7 +17,7 @@ from flatpeak.policy.model import Policy
 from flatpeak.protocols import Sampler, SamplerLike, Tokenizer
 from flatpeak.rollout.ahead import RolloutsAhead
 from flatpeak.rollout.config import VLLMConfig
-from flatpeak.rollout.vllm.drawing_thread import DrawingThread
+from flatpeak.rollout.vllm.sampler import DrawingThread
 from flatpeak.types import Completion, Group, Prompt, SamplingParams
 
 SamplerFactory = Callable[[Policy], SamplerLike]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from flatpeak.types import Completion, Example, Group, Prompt, Score
 
+
+T = TypeVar("T")
 
 NumberExtraction = Literal["whole", "answer_tag", "gsm8k_strict", "gsm8k_flexible", "last_number", "boxed"]
 ChoiceExtraction = Literal["robust", "letter", "official"]
@@ -72,13 +74,17 @@ class ComponentScores:
         return [flag for row in rows for flag in row]
 
 
+def by_group(values: Iterable[T], groups: Sequence[Group]) -> list[list[T]]:
+    """One value per completion, in order, as a row for each group."""
+    rest = iter(values)
+    return [[next(rest) for _ in group.completions] for group in groups]
+
+
 def join_scores(calls: Sequence[ComponentScores], groups: Sequence[Group]) -> ComponentScores:
     """The scores of calls that together cover all completions of the groups in order, arranged by group."""
-    flat = iter([score for call in calls for row in call.scores for score in row])
-    flags = iter([flag for call in calls for flag in call.flags])
     return ComponentScores(
-        scores=[[next(flat) for _ in group.completions] for group in groups],
-        timed_out=[[next(flags) for _ in group.completions] for group in groups],
+        scores=by_group((score for call in calls for row in call.scores for score in row), groups),
+        timed_out=by_group((flag for call in calls for flag in call.flags), groups),
         ungraded=sum(call.ungraded for call in calls),
         failed=sum(call.failed for call in calls),
         # The error of a failure if there is one: a score that stands for a timeout is not a failure.

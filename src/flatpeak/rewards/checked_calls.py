@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
-import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
-from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from flatpeak.errors import UserError
+from flatpeak.rewards.background_loop import BackgroundLoop, gather
 from flatpeak.rewards.base import ComponentScores
-from flatpeak.rewards.workers.process import WorkerError
+from flatpeak.rewards.workers.worker import WorkerError
 from flatpeak.utils.user_code import OneLineError, describe_value, one_line
 
 if TYPE_CHECKING:
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from flatpeak.types import Group, Score
 
 
+_LOOP: Final = BackgroundLoop("flatpeak-async-rewards")
 PATIENCE: Final = 16
 """Failed completions in a row that end a run."""
 _FIXES: Final = {
@@ -49,13 +49,12 @@ class BadResultError(OneLineError):
 def call_each(function: Callable[..., Any], calls: Iterable[Mapping[str, Any]]) -> list[Any]:
     """The result of each call, or `Failed` if it raised; a UserError passes through.
 
-    Awaitable results are awaited together, on an event loop that lives as long as the process: clients that a user
-    keeps between calls stay usable, and a loop that is already running, as in a notebook, does not interfere.
+    Awaitable results are awaited together, on one event loop that lives as long as the process.
     """
     results = [_attempt(function, arguments) for arguments in calls]
     waiting = [position for position, result in enumerate(results) if inspect.isawaitable(result)]
     if waiting:
-        awaited = _run_together([results[position] for position in waiting])
+        awaited = _LOOP.run(gather(_attempt_async(results[position]) for position in waiting))
         for position, result in zip(waiting, awaited, strict=True):
             results[position] = result
     return results
@@ -77,30 +76,6 @@ async def _attempt_async(awaitable: Awaitable[Any]) -> Any:
         raise
     except Exception as error:
         return Failed(error)
-
-
-def _run_together(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    async def gather() -> list[Any]:
-        tasks = [asyncio.ensure_future(_attempt_async(awaitable)) for awaitable in awaitables]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:  # a run that stops must not keep paying for answers
-                task.cancel()
-
-    future = asyncio.run_coroutine_threadsafe(gather(), _background_loop())
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()
-        raise
-
-
-@cache
-def _background_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="flatpeak-async-rewards", daemon=True).start()
-    return loop
 
 
 def as_list(result: object, *, expected: int, name: str) -> list[Any]:
@@ -198,8 +173,7 @@ class FailureLog:
         """The components that have given a score at least once."""
         self._notice = notice
         self._in_a_row: dict[str, int] = {}
-        self._timed_out: dict[str, int] = {}
-        self._short_calls: dict[str, int] = {}
+        self._counts: Counter[tuple[str, str]] = Counter()
 
     def record(self, component: Component, scored: ComponentScores, groups: Sequence[Group]) -> None:
         """Count the failures of one call, with a notice at the first and at every power of ten.
@@ -236,28 +210,27 @@ class FailureLog:
     def _count(self, name: str, failed: int, line: str) -> None:
         before = self.by_component.get(name, Failures(count=0, first_error=line))
         count = before.count + failed
-        self.by_component[name] = Failures(count=count, first_error=before.first_error)
-        if reaches_power_of_ten(before.count, count):
+        self.by_component[name] = replace(before, count=count)
+        if self._reaches_power_of_ten(name, "failed", failed):
             counted = "1 completion has" if count == 1 else f"{count} completions have"
             self._notice(f"reward {name!r}: {counted} had no score so far because of an error; now {line}")
 
     def _count_limits(self, name: str, timed_out: int, ungraded: int) -> None:
-        total = _grown(self._timed_out, name, timed_out)
-        if total is not None:
+        if self._reaches_power_of_ten(name, "timed out", timed_out):
+            total = self._counts[name, "timed out"]
             answers = "1 answer" if total == 1 else f"{total} answers"
             self._notice(f"reward {name!r}: {answers} so far ran out of time or memory; the score stands for wrong")
-        if ungraded and _grown(self._short_calls, name, 1) is not None:
+        if self._reaches_power_of_ten(name, "cut short", min(ungraded, 1)):
             self._notice(
                 f"reward {name!r}: {ungraded} completions of this step were not graded and count as timed out: answers "
                 "that ran out of time had used up run.grading_budget"
             )
 
-
-def _grown(counts: dict[str, int], name: str, more: int) -> int | None:
-    """Add to a count; return the new count if it has reached a power of ten, else None."""
-    before = counts.get(name, 0)
-    counts[name] = before + more
-    return counts[name] if more and reaches_power_of_ten(before, counts[name]) else None
+    def _reaches_power_of_ten(self, name: str, kind: str, more: int) -> bool:
+        """Add to a count, and whether it reached a power of ten."""
+        before = self._counts[name, kind]
+        self._counts[name, kind] += more
+        return more > 0 and reaches_power_of_ten(before, before + more)
 
 
 def reaches_power_of_ten(before: int, now: int) -> bool:

@@ -11,19 +11,17 @@ from pydantic import Field, model_validator
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.base import ChoiceExtraction, MathExtraction, NumberExtraction
+from flatpeak.rewards.component_config import ComponentConfig
 from flatpeak.rewards.judge.config import JudgeConfig
-from flatpeak.utils.schema import StrictConfig
 
 if TYPE_CHECKING:
     from flatpeak.rewards.base import Scorer
 
 
-class MathConfig(StrictConfig):
+class MathConfig(ComponentConfig):
     """1 if the last box or answer block is mathematically equal to the gold answer, else 0."""
 
     type: Literal["math"] = "math"
-    weight: float = 1.0
-    """Its factor in the total reward; 0: logged only, without effect on training."""
     extraction: MathExtraction = "auto"
     """`auto`: the last box or answer block. `boxed`: the last box. `any`: like auto; if there is neither box nor block,
     `#### x`, or a short text as a whole. `r1_zero`: the last answer block of a completion in the form
@@ -43,12 +41,10 @@ class MathConfig(StrictConfig):
         return MathReward(self.extraction, timeout=self.timeout, workers=self.workers, evaluated=self.evaluated)
 
 
-class SequenceClassifierConfig(StrictConfig):
+class SequenceClassifierConfig(ComponentConfig):
     """The score that a sequence-classification model gives to question and completion."""
 
     type: Literal["reward_model"] = "reward_model"
-    weight: float = 1.0
-    """Its factor in the total reward; 0: logged only, without effect on training."""
     path: str
     """A run of `flatpeak reward-model`, a checkpoint's directory, or a Hub name."""
     revision: str | None = None
@@ -95,12 +91,10 @@ class SequenceClassifierConfig(StrictConfig):
         return load_scorer(where=f"rewards.{name}", **self.model_dump(exclude={"type", "weight"}))
 
 
-class NumberConfig(StrictConfig):
+class NumberConfig(ComponentConfig):
     """1 if the number found in the completion equals the gold number, else 0."""
 
     type: Literal["number"] = "number"
-    weight: float = 1.0
-    """Its factor in the total reward; 0: logged only, without effect on training."""
     extraction: NumberExtraction = "whole"
     """The place of the number. whole: the whole text after the thinking. answer_tag: the last answer block. boxed: the
     last box. last_number: the last number after the thinking. gsm8k_strict: the last `#### 18`, unless it is part of a
@@ -116,12 +110,10 @@ class NumberConfig(StrictConfig):
         return NumberReward(extraction=self.extraction, evaluated=self.evaluated)
 
 
-class FormatConfig(StrictConfig):
+class FormatConfig(ComponentConfig):
     """A third for each rule of the r1_zero form: the thinking is closed, one answer block, nothing around them."""
 
     type: Literal["format"] = "format"
-    weight: float = 1.0
-    """Its factor in the total reward; 0: logged only, without effect on training."""
 
     def build(self, name: str) -> Scorer:
         """The rule that checks the tags."""
@@ -130,12 +122,10 @@ class FormatConfig(StrictConfig):
         return FormatReward()
 
 
-class LengthConfig(StrictConfig):
+class LengthConfig(ComponentConfig):
     """1 up to `target` tokens, falling linearly to 0 at `limit`."""
 
     type: Literal["length"] = "length"
-    weight: float = 1.0
-    """Its factor in the total reward; 0: logged only, without effect on training."""
     target: Annotated[int, Field(ge=0)]
     """The most tokens with score 1."""
     limit: Annotated[int, Field(ge=1)]
@@ -154,12 +144,10 @@ class LengthConfig(StrictConfig):
         return LengthReward(target=self.target, limit=self.limit)
 
 
-class CountdownConfig(StrictConfig):
+class CountdownConfig(ComponentConfig):
     """1 if the arithmetic in the answer block uses each of the row's `nums` once and makes its `target`."""
 
     type: Literal["countdown"] = "countdown"
-    weight: float = 1.0
-    """Its factor in the total reward; 0: logged only, without effect on training."""
     format_score: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The score of an answer block without a correct expression; 0.1 in TinyZero's reward."""
 
@@ -170,12 +158,10 @@ class CountdownConfig(StrictConfig):
         return CountdownReward(format_score=self.format_score)
 
 
-class ReasoningGymRewardConfig(StrictConfig):
+class ReasoningGymRewardConfig(ComponentConfig):
     """The score that a reasoning-gym data set gives to the answer."""
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
-    weight: float = 1.0
-    """Its factor in the total reward; 0: logged only, without effect on training."""
     extraction: Literal["answer_tag", "whole"] = "answer_tag"
     """The text to score. answer_tag: the last answer block after the thinking. whole: everything after the thinking."""
     timeout: Annotated[float, Field(ge=0.1, allow_inf_nan=False)] = 5.0
@@ -188,12 +174,10 @@ class ReasoningGymRewardConfig(StrictConfig):
         return ReasoningGymReward(extraction=self.extraction, timeout=self.timeout)
 
 
-class ChoiceConfig(StrictConfig):
+class ChoiceConfig(ComponentConfig):
     """1 if the letter found in the completion is the gold letter of a multiple-choice question, else 0."""
 
     type: Literal["choice"] = "choice"
-    weight: float = 1.0
-    """Its factor in the total reward; 0: logged only, without effect on training."""
     extraction: ChoiceExtraction = "robust"
     """robust: the last stated letter. letter: the first letter of the completion. official: MMLU-Pro's extraction."""
 
@@ -204,12 +188,10 @@ class ChoiceConfig(StrictConfig):
         return ChoiceReward(extraction=self.extraction)
 
 
-class FunctionConfig(StrictConfig):
+class FunctionConfig(ComponentConfig):
     """Your function, module:name or file.py:name; its parameter names determine how it is called."""
 
     type: Literal["function"] = "function"
-    weight: float = 1.0
-    """Its factor in the total reward; 0: logged only, without effect on training."""
     function: str
     """The function: file.py:name or module:name."""
     arguments: dict[str, Any] = Field(default_factory=dict)

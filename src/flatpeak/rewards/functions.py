@@ -58,21 +58,30 @@ class Signature:
     arguments: Mapping[str, Any]
     """Configured arguments, equal in every call."""
 
-    def calls(self, groups: Sequence[Group]) -> list[dict[str, Any]]:
-        """The keyword arguments of each call, which together cover all completions in order."""
+    def calls(self, groups: Sequence[Group]) -> list[tuple[dict[str, Any], int, int]]:
+        """(keyword arguments, completions, index of the first) of calls that cover all completions in order.
+
+        Calls without completions are left out; a column that a row lacks is a UserError.
+        """
         for group in groups:
             self._check_columns(group.prompt)
         pairs = [(completion, group.prompt) for group in groups for completion in group.completions]
         match self.scope:
             case "batch":
-                return [self._select(_batch(pairs), _batch_columns([prompt for _, prompt in pairs]))]
+                calls = [(self._select(_batch(pairs), _batch_columns(pairs)), len(pairs))] if pairs else []
             case "group":
-                return [self._select({"group": group}, row_columns(group.prompt)) for group in groups]
+                calls = [
+                    (self._select({"group": group}, row_columns(group.prompt)), len(group.completions))
+                    for group in groups
+                    if group.completions
+                ]
             case "completion":
-                return [
-                    self._select({"completion": completion.text, "prompt": prompt.text}, row_columns(prompt))
+                calls = [
+                    (self._select({"completion": completion.text, "prompt": prompt.text}, row_columns(prompt)), 1)
                     for completion, prompt in pairs
                 ]
+        starts = accumulate((size for _, size in calls), initial=0)
+        return [(arguments, size, start) for (arguments, size), start in zip(calls, starts, strict=False)]
 
     def _select(self, completions: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -166,9 +175,9 @@ def _batch(pairs: Sequence[tuple[Completion, Prompt]]) -> dict[str, Any]:
     }
 
 
-def _batch_columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
+def _batch_columns(pairs: Sequence[tuple[Completion, Prompt]]) -> dict[str, list[Any]]:
     """One list per column, one entry per completion; None if a row lacks a column that others have."""
-    rows = [row_columns(prompt) for prompt in prompts]
+    rows = [row_columns(prompt) for _, prompt in pairs]
     names: dict[str, None] = {}  # a set that keeps their order
     for row in rows:
         names.update(dict.fromkeys(row))
@@ -221,7 +230,7 @@ class FunctionReward(Scorer):
 
     def worker_calls(self, groups: Sequence[Group]) -> WorkerCalls:
         """The calls that a worker makes, with their positions for messages."""
-        calls = self._calls(groups)
+        calls = self._signature.calls(groups)
         return WorkerCalls(function=self.function, arguments=calls, sizes=[size for _, size, _ in calls])
 
     def score(self, groups: Sequence[Group]) -> ComponentScores:
@@ -230,7 +239,7 @@ class FunctionReward(Scorer):
         Completions have no score if their call raises or returns a wrong number of scores, or if their score is not a
         finite number.
         """
-        calls = self._calls(groups)
+        calls = self._signature.calls(groups)
         results = call_each(self.function.function, [arguments for arguments, _, _ in calls])
         return join_scores(
             [
@@ -266,25 +275,6 @@ class FunctionReward(Scorer):
         if isinstance(self._by_group_attribute, bool):
             return self._by_group_attribute
         return self._signature.scope != "batch" and not _is_async(self.function.function)
-
-    def _calls(self, groups: Sequence[Group]) -> list[tuple[dict[str, Any], int, int]]:
-        """(arguments, completions, index of the first) for calls that cover all completions in order.
-
-        Calls without completions are left out; a column that a row lacks is a UserError.
-        """
-        lengths = [len(group.completions) for group in groups]
-        match self._signature.scope:
-            case "batch":
-                sizes = [sum(lengths)]
-            case "group":
-                sizes = lengths
-            case "completion":
-                sizes = [1] * sum(lengths)
-        if not any(sizes):
-            return []
-        starts = accumulate(sizes, initial=0)
-        calls = zip(self._signature.calls(groups), sizes, starts, strict=False)
-        return [(arguments, size, start) for arguments, size, start in calls if size]
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

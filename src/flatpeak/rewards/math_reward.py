@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flatpeak.rewards.base import ComponentScores, MathExtraction, Scorer
+from flatpeak.rewards.base import ComponentScores, MathExtraction, Scorer, by_group
 from flatpeak.rewards.math.extract import extract_answer, gold_answer
 from flatpeak.rewards.math.grader import MathGrader, UnscorableError, score_of
 from flatpeak.rewards.math.rule_grader import normalized
@@ -99,12 +99,11 @@ class MathReward(Scorer):
         outcomes = self._grader.compare(pairs, budget=budget)
         errors = [outcome for outcome in outcomes if isinstance(outcome, WorkerError)]
         errors.sort(key=lambda error: isinstance(error, UnscorableError))  # failures first
-        remaining = iter(outcomes)
-        rows = [[next(remaining) for _ in group.completions] for group in groups]
+        scores = [score_of(outcome) for outcome in outcomes]
         return ComponentScores(
-            scores=[[score_of(outcome) for outcome in row] for row in rows],
-            timed_out=[[isinstance(outcome, UnscorableError) for outcome in row] for row in rows],
-            failed=sum(score_of(outcome) is None for outcome in outcomes),
+            scores=by_group(scores, groups),
+            timed_out=by_group((isinstance(outcome, UnscorableError) for outcome in outcomes), groups),
+            failed=scores.count(None),
             ungraded=sum(error.reason == "budget" for error in errors),
             first_error=errors[0] if errors else None,
             tolerated=True,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.base import ComponentScores, Scorer
+from flatpeak.rewards.base import ComponentScores, Scorer, by_group
 from flatpeak.rewards.sequence_classifier import (
     CHAT,
     Classifier,
@@ -64,9 +64,7 @@ class ModelScorer(Scorer):
             error = ValueError("the reward model's score is not finite")
         elif len(texts) < len(encoded):
             error = ValueError(f"a completion alone is longer than the reward model's max_tokens={wording.max_tokens}")
-        rest = iter(flat)
-        scores = [[next(rest) for _ in group.completions] for group in groups]
-        return ComponentScores(scores=scores, failed=flat.count(None), first_error=error)
+        return ComponentScores(scores=by_group(flat, groups), failed=flat.count(None), first_error=error)
 
     def _finish(self, score: float) -> Score:
         if not math.isfinite(score):

@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.base import Component, GradingBudget, Scorer
@@ -38,6 +38,9 @@ class RewardSet:
     seconds of each `step_budget`. `notice` is called about failures and about what cannot be sent to a worker.
     """
 
+    passes_on: ClassVar[bool] = False
+    """Whether it has no components and passes on another object's scores, as some subclasses do."""
+
     def __init__(
         self,
         components: Sequence[Component],
@@ -47,24 +50,8 @@ class RewardSet:
         budget: float | None = None,
         notice: Callable[[str], None] | None = None,
     ) -> None:
-        if not components:
-            raise UserError("there is no reward: give at least one")
-        for component in components:
-            if not math.isfinite(component.weight):
-                raise UserError(f"reward {component.name!r} has weight {component.weight}: give a finite number")
-        if not any(component.weight for component in components):
-            raise UserError("every reward has weight 0, so there is nothing to learn from: give one a weight")
-        self._set(components, workers=workers, rules=rules, budget=budget, notice=notice)
-
-    def _set(
-        self,
-        components: Sequence[Component],
-        *,
-        workers: WorkerPool | None,
-        rules: bool,
-        budget: float | None,
-        notice: Callable[[str], None] | None,
-    ) -> None:
+        if not self.passes_on:
+            _check(components)
         self._components = {component.name: component for component in components}
         self._scorers = {component.name: component.scorer for component in components}
         self._workers = workers
@@ -255,9 +242,11 @@ class CallersReward(RewardSet):
     It is scored in this process and extracts no answers; the caller has to close its resources.
     """
 
+    passes_on = True
+
     def __init__(self, function: Reward) -> None:
+        super().__init__([])
         self._function = function
-        self._set([], workers=None, rules=False, budget=None, notice=None)
 
     def finish(
         self, groups: Sequence[Group], grading: Grading | None, *, budget: GradingBudget | None = None
@@ -272,6 +261,17 @@ class CallersReward(RewardSet):
     def answer(self, name: str, completion: Completion, prompt: Prompt) -> str | None:
         """The stripped text: completions with the same text give the same answer."""
         return completion.text.strip()
+
+
+def _check(components: Sequence[Component]) -> None:
+    """UserError if nothing can be learned from the components."""
+    if not components:
+        raise UserError("there is no reward: give at least one")
+    for component in components:
+        if not math.isfinite(component.weight):
+            raise UserError(f"reward {component.name!r} has weight {component.weight}: give a finite number")
+    if not any(component.weight for component in components):
+        raise UserError("every reward has weight 0, so there is nothing to learn from: give one a weight")
 
 
 def shadow_metrics(

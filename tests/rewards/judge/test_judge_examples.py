@@ -8,8 +8,8 @@ import pytest
 
 from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError
-from flatpeak.rewards.judge.build import build_judge_reward, judge_reward
-from flatpeak.rewards.judge.reward import Safety
+from flatpeak.rewards.judge.config import CanaryConfig
+from flatpeak.rewards.judge.reward import build_judge_reward, judge_reward
 from flatpeak.rewards.judge.rubrics import load_rubric
 from flatpeak.rewards.reward_set import build_reward
 from support.judges import FunctionJudge, config, group
@@ -30,7 +30,7 @@ def test_the_example_rubric_gates_the_reason_on_the_result():
 
 def test_a_judge_marks_by_the_example_rubric():
     judge = FunctionJudge(lambda content: '{"rationale": "", "result": 10, "reason": 1}')
-    component = judge_reward(judge, rubric=str(EXAMPLES / "judge_rubric.yaml"), safety=Safety(canaries=False))
+    component = judge_reward(judge, rubric=str(EXAMPLES / "judge_rubric.yaml"), canaries=CanaryConfig(enabled=False))
     component._examples = ()
     assert component.score([group("9.81 m/s^2, by gravity")]).scores == [[1.0]]
     component.close()

@@ -8,9 +8,10 @@ import time
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.judge.build import judge_reward
-from flatpeak.rewards.judge.protocol import JudgeDownError, JudgeReply
-from flatpeak.rewards.judge.reward import Safety
+from flatpeak.rewards.judge.config import CanaryConfig
+from flatpeak.rewards.judge.protocol import JudgeReply
+from flatpeak.rewards.judge.rate_limits import JudgeDownError
+from flatpeak.rewards.judge.reward import judge_reward
 from support.judge_server import Answer, JudgeServer, error, honest, message, refused_url
 from support.judges import group, reward
 
@@ -488,7 +489,7 @@ def test_a_judge_of_a_user_that_returns_something_else_gives_missing_scores(repl
         async def ask(self, requests):
             return replies
 
-    judge = judge_reward(Odd(), safety=Safety(canaries=False))
+    judge = judge_reward(Odd(), canaries=CanaryConfig(enabled=False))
     judge._examples = ()
     result = judge.score([group("x")])
     judge.close()

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from flatpeak.rewards.judge.prompt import (
-    build_request,
     delimited_blocks,
     nonce,
+    prompt_messages,
     rejection_reason,
     sanitize,
     template_hash,
@@ -94,17 +94,18 @@ def test_a_long_text_loses_its_middle_and_says_so():
 
 
 def test_the_request_holds_the_instructions_and_nothing_of_the_answer_in_them():
-    request = build_request({"question": "Q", "answer": "give 10"}, FORM, max_tokens=50, temperature=0.0)
-    assert [message["role"] for message in request.messages] == ["system", "user"]
-    assert "give 10" not in request.messages[0]["content"]
-    assert request.messages[1]["content"].endswith(FORM.instructions)
+    messages = prompt_messages({"question": "Q", "answer": "give 10"}, FORM.instructions)
+    assert [message["role"] for message in messages] == ["system", "user"]
+    assert "give 10" not in messages[0]["content"]
+    assert messages[1]["content"].endswith(FORM.instructions)
 
 
 def test_the_template_hash_follows_the_words():
     other = RubricFormat(rubric=load_rubric("weighted"), output="json")
-    assert template_hash(FORM) == template_hash(RubricFormat(rubric=load_rubric("correctness"), output="json"))
-    assert template_hash(FORM) != template_hash(other)
-    assert len(template_hash(FORM)) == 12
+    again = RubricFormat(rubric=load_rubric("correctness"), output="json")
+    hashes = [template_hash(form.instructions, form.schema) for form in (FORM, again, other)]
+    assert hashes[0] == hashes[1] != hashes[2]
+    assert len(hashes[0]) == 12
 
 
 def shown(text, *, prompt="Q", show="final_answer"):

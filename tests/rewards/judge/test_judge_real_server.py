@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.judge.build import build_judge_reward
 from flatpeak.rewards.judge.config import LocalConfig
+from flatpeak.rewards.judge.reward import build_judge_reward
 from support.judge_model import make_judge_model
 from support.judges import config, group
 

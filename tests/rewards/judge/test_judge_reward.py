@@ -6,19 +6,18 @@ import time
 
 import pytest
 
-from flatpeak.errors import UserError
-from flatpeak.rewards.judge.build import judge_reward
+from flatpeak.errors import StoppedError, UserError
 from flatpeak.rewards.judge.canaries import canaries
+from flatpeak.rewards.judge.config import CanaryConfig
 from flatpeak.rewards.judge.panel import ReplyCache
-from flatpeak.rewards.judge.protocol import JudgeInterruptedError, JudgeReply
-from flatpeak.rewards.judge.reward import Safety
-from flatpeak.rewards.judge.scoring import Candidate, RequestSettings
+from flatpeak.rewards.judge.protocol import Candidate, JudgeReply
+from flatpeak.rewards.judge.reward import judge_reward
 from flatpeak.rewards.reward_set import as_reward, build_reward, shadow_metrics
 from flatpeak.types import Example
 from support.judge_server import BLOCK, JudgeServer
 from support.judges import FunctionJudge, config, group, reward
 
-NO_CANARIES = Safety(canaries=False)
+NO_CANARIES = CanaryConfig(enabled=False)
 
 
 def strict(content):
@@ -37,7 +36,7 @@ def examples(*golds):
 
 def test_any_object_that_answers_requests_is_a_judge():
     judge = FunctionJudge(strict)
-    component = judge_reward(judge, rubric="correctness", safety=NO_CANARIES)
+    component = judge_reward(judge, rubric="correctness", canaries=NO_CANARIES)
     scores = as_reward({"truth": component})([group("18", "19")])
     component.close()
     assert scores.parts == {"truth": [[1.0, 0.0]]}
@@ -77,7 +76,7 @@ def test_what_a_judge_of_yours_raises_is_a_missing_score():
 
     judge = FunctionJudge(broken)
     judge.batch_size = 1
-    component = judge_reward(judge, safety=NO_CANARIES)
+    component = judge_reward(judge, canaries=NO_CANARIES)
     component._examples = ()
     result = component.score([group("18", "19", "20")])
     component.close()
@@ -90,7 +89,7 @@ def test_a_judge_that_loses_replies_scores_nothing():
         async def ask(self, requests):
             return (await super().ask(requests))[1:]
 
-    component = judge_reward(Loses(strict), safety=NO_CANARIES)
+    component = judge_reward(Loses(strict), canaries=NO_CANARIES)
     component._examples = ()
     result = component.score([group("18", "19")])
     component.close()
@@ -101,7 +100,7 @@ def test_a_judge_that_loses_replies_scores_nothing():
 def test_a_judge_gets_as_many_requests_at_once_as_it_wants():
     judge = FunctionJudge(strict)
     judge.batch_size = 2
-    component = judge_reward(judge, safety=NO_CANARIES)
+    component = judge_reward(judge, canaries=NO_CANARIES)
     component._examples = ()
     component.score([group("1", "2", "3", "4", "5")])
     component.close()
@@ -110,7 +109,7 @@ def test_a_judge_gets_as_many_requests_at_once_as_it_wants():
 
 def test_rules_score_without_asking():
     judge = FunctionJudge(strict)
-    component = judge_reward(judge, safety=NO_CANARIES)
+    component = judge_reward(judge, canaries=NO_CANARIES)
     component._examples = ()
     assert component.score([group("", ".", "Solution", "<think>18")]).scores == [[0.0] * 4]
     assert component.metrics()["judge/skipped"] == 4.0
@@ -121,7 +120,7 @@ def test_rules_score_without_asking():
 def test_only_the_final_answer_is_shown_unless_asked_otherwise():
     for show, seen in (("final_answer", False), ("whole", True)):
         judge = FunctionJudge(strict)
-        component = judge_reward(judge, show=show, safety=NO_CANARIES)
+        component = judge_reward(judge, show=show, canaries=NO_CANARIES)
         component._examples = ()
         component.score([group("<think>secret thoughts</think><answer>18</answer>")])
         component.close()
@@ -130,7 +129,7 @@ def test_only_the_final_answer_is_shown_unless_asked_otherwise():
 
 def test_without_a_reference_none_is_mentioned():
     judge = FunctionJudge(lambda content: '{"correct": 1}')
-    component = judge_reward(judge, safety=NO_CANARIES)
+    component = judge_reward(judge, canaries=NO_CANARIES)
     component._examples = ()
     component.score([group("18", gold="")])
     component.close()
@@ -143,7 +142,7 @@ def test_verdicts_are_kept_on_disk_and_not_asked_for_again(tmp_path):
     results, asked = [], []
     for _ in range(2):
         judge = FunctionJudge(reply)
-        component = judge_reward(judge, cache=tmp_path / "cache.sqlite", safety=NO_CANARIES)
+        component = judge_reward(judge, cache=tmp_path / "cache.sqlite", canaries=NO_CANARIES)
         component._examples = ()
         results.append(component.score(groups).scores)
         values = component.metrics()
@@ -161,12 +160,12 @@ def test_another_judge_rubric_or_setting_does_not_get_those_replies(tmp_path):
             {},
             {"rubric": "three_levels"},
             {"output": "json_schema"},
-            {"request_settings": RequestSettings(max_tokens=99)},
+            {"max_tokens": 99},
             {"mode": "pairwise"},
         )
     ):
         judge = FunctionJudge(lambda content: "nothing")
-        component = judge_reward(judge, cache=tmp_path / "cache.sqlite", safety=NO_CANARIES, **settings)
+        component = judge_reward(judge, cache=tmp_path / "cache.sqlite", canaries=NO_CANARIES, **settings)
         component._examples = ()
         component.score([group("20")])
         component.close()
@@ -175,7 +174,7 @@ def test_another_judge_rubric_or_setting_does_not_get_those_replies(tmp_path):
 
 def test_a_cache_that_breaks_is_told_once_and_grading_goes_on(tmp_path):
     cache = ReplyCache(tmp_path / "cache.sqlite")
-    component = judge_reward(FunctionJudge(strict), cache=cache, safety=NO_CANARIES)
+    component = judge_reward(FunctionJudge(strict), cache=cache, canaries=NO_CANARIES)
     component._examples = ()
     cache.close()
     assert component.score([group("18", "19")]).scores == [[1.0, 0.0]]
@@ -192,7 +191,7 @@ def test_a_file_that_is_no_cache_is_refused(tmp_path):
 
 
 def test_every_call_is_written_down_once_there_is_a_run(tmp_path):
-    component = judge_reward(FunctionJudge(lambda c: "?" if "\n19\n" in c else strict(c)), safety=NO_CANARIES)
+    component = judge_reward(FunctionJudge(lambda c: "?" if "\n19\n" in c else strict(c)), canaries=NO_CANARIES)
     component._examples = ()
     component.score([group("17")])
     component.attach(tmp_path)
@@ -211,7 +210,7 @@ def test_every_call_is_written_down_once_there_is_a_run(tmp_path):
 
 
 def test_two_parts_have_names_of_their_own_in_metrics_and_transcripts(tmp_path):
-    component = judge_reward(FunctionJudge(strict), name="style", safety=NO_CANARIES)
+    component = judge_reward(FunctionJudge(strict), name="style", canaries=NO_CANARIES)
     component._examples = ()
     component.attach(tmp_path)
     component.score([group("18")])
@@ -230,7 +229,7 @@ def test_a_signal_ends_the_waiting_for_a_reply():
         judge._stopping = stop.is_set
         threading.Timer(0.3, stop.set).start()
         started = time.monotonic()
-        with pytest.raises(JudgeInterruptedError):
+        with pytest.raises(StoppedError):
             judge.score([group("18", "19")])
         assert time.monotonic() - started < 6
         stop.clear()
@@ -238,7 +237,7 @@ def test_a_signal_ends_the_waiting_for_a_reply():
 
 
 def test_the_thread_ends_with_the_reward():
-    component = judge_reward(FunctionJudge(strict), safety=NO_CANARIES)
+    component = judge_reward(FunctionJudge(strict), canaries=NO_CANARIES)
     component._examples = ()
     component.score([group("18")])
     assert "flatpeak-judge" in {thread.name for thread in threading.enumerate()}
@@ -253,14 +252,14 @@ def test_the_thread_ends_with_the_reward():
 
 
 def test_before_training_the_judge_has_to_prefer_the_reference():
-    component = judge_reward(FunctionJudge(lambda content: '{"correct": 1}'), safety=NO_CANARIES)
+    component = judge_reward(FunctionJudge(lambda content: '{"correct": 1}'), canaries=NO_CANARIES)
     with pytest.raises(UserError, match=r"gives 1 to the reference answer of 'Question 0\?' and 1 to a wrong one"):
         component.prepare(examples("18", "19"))
     component.close()
 
 
 def test_before_training_the_judge_has_to_answer():
-    component = judge_reward(FunctionJudge(lambda content: "hello"), safety=NO_CANARIES)
+    component = judge_reward(FunctionJudge(lambda content: "hello"), canaries=NO_CANARIES)
     with pytest.raises(UserError, match="gives no verdict"):
         component.score([group("18")])
     component.close()
@@ -290,7 +289,7 @@ def test_a_judge_that_worthless_answers_fool_is_refused_with_their_names():
         component.prepare(examples("18", "19"))
     assert component.metrics()["judge/canary_false_positive_rate"] == pytest.approx(12 / 34)
     component.close()
-    tolerant = judge_reward(FunctionJudge(fooled), safety=Safety(max_false_positive_rate=0.4))
+    tolerant = judge_reward(FunctionJudge(fooled), canaries=CanaryConfig(max_false_positive_rate=0.4))
     assert tolerant.prepare(examples("18", "19")).false_positive_rate == pytest.approx(12 / 34)
     tolerant.close()
 
@@ -311,7 +310,7 @@ def test_the_canaries_run_before_the_first_score_and_again_on_request():
 
 def test_canaries_that_are_switched_off_stay_off_at_every_evaluation():
     judge = FunctionJudge(strict)
-    rewards = as_reward({"truth": judge_reward(judge, safety=NO_CANARIES)})
+    rewards = as_reward({"truth": judge_reward(judge, canaries=NO_CANARIES)})
     rewards.prepare(examples("18", "19"))
     assert len(judge.asked) == 2  # the live call
     for _ in range(3):
@@ -331,7 +330,7 @@ def test_a_canary_that_happens_to_be_right_is_left_out():
 
 
 def pairs(judge, **settings):
-    component = judge_reward(judge, mode="pairwise", safety=NO_CANARIES, **settings)
+    component = judge_reward(judge, mode="pairwise", canaries=NO_CANARIES, **settings)
     component._examples = ()
     return component
 
@@ -387,7 +386,7 @@ def test_the_gap_between_judge_and_truth_is_over_what_both_have_scored():
 
 
 def test_a_verifier_with_weight_zero_stands_beside_the_judge():
-    component = judge_reward(FunctionJudge(generous), safety=NO_CANARIES)
+    component = judge_reward(FunctionJudge(generous), canaries=NO_CANARIES)
     component._examples = ()
     exact = lambda completion, gold: float(completion == gold)  # noqa: E731
     scores = as_reward({"judge": component, "exact": (exact, 0.0)})([group("18", "17", "19")])
@@ -408,7 +407,7 @@ def test_a_late_custom_judge_is_given_up_at_the_deadline(monkeypatch):
             await asyncio.sleep(30)
             return await super().ask(requests)
 
-    component = judge_reward(Slow(strict), request_settings=RequestSettings(deadline=0.2), safety=NO_CANARIES)
+    component = judge_reward(Slow(strict), deadline=0.2, canaries=NO_CANARIES)
     component._examples = ()
     started = time.monotonic()
     result = component.score([group("18")])
@@ -418,7 +417,7 @@ def test_a_late_custom_judge_is_given_up_at_the_deadline(monkeypatch):
 
 
 def test_a_reply_that_was_cut_is_no_verdict_even_if_it_parses():
-    component = judge_reward(FunctionJudge(lambda c: JudgeReply(text='{"correct": 1}', cut=True)), safety=NO_CANARIES)
+    component = judge_reward(FunctionJudge(lambda c: JudgeReply(text='{"correct": 1}', cut=True)), canaries=NO_CANARIES)
     component._examples = ()
     assert component.score([group("18")]).scores == [[None]]
     component.close()

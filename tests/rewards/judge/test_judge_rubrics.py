@@ -5,10 +5,10 @@ import itertools
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.judge.protocol import NoVerdictError
 from flatpeak.rewards.judge.rubrics import (
     Criterion,
     Gate,
+    NoVerdictError,
     PairwiseFormat,
     Rubric,
     RubricFormat,

@@ -4,8 +4,7 @@ import time
 
 import pytest
 
-from flatpeak.rewards.judge.protocol import NoVerdictError
-from flatpeak.rewards.judge.rubrics import Criterion, Rubric, RubricFormat
+from flatpeak.rewards.judge.rubrics import Criterion, NoVerdictError, Rubric, RubricFormat
 
 RUBRIC = Rubric(name="r", criteria={"mark": Criterion(question="", range=(0, 10))})
 

@@ -8,8 +8,8 @@ import traceback
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.judge.build import build_judge_reward
 from flatpeak.rewards.judge.config import JudgeConfig
+from flatpeak.rewards.judge.reward import build_judge_reward
 from flatpeak.utils.redaction import Secret
 from support.judge_server import Answer, JudgeServer, error, message
 from support.judges import config, group
@@ -49,7 +49,7 @@ def test_the_key_is_in_no_file_error_notice_repr_or_line_of_output(tmp_path, mon
         judge._examples = ()
         judge.attach(tmp_path / "run")
         result = judge.score([group(*(str(n) for n in range(1, 7)))])
-        inner = judge._scoring.panel.judge
+        inner = judge._panel.judge
         said = [repr(judge), repr(inner), repr(vars(inner)), repr(settings), settings.model_dump_json(), str(result)]
         said += [repr(result.first_error), *judge.notices(), str(judge.metrics()), str(caplog.text)]
         judge.close()

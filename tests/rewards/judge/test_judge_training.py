@@ -11,7 +11,7 @@ import pytest
 
 from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError
-from flatpeak.rewards.judge.protocol import JudgeDownError
+from flatpeak.rewards.judge.rate_limits import JudgeDownError
 from flatpeak.runs.checkpoints import newest_valid
 from support.judge_server import JudgeServer, error
 from support.runs import Watcher

@@ -23,7 +23,7 @@ from flatpeak.rewards.config import FunctionConfig, NumberConfig
 from flatpeak.rewards.reward_set import RewardSet, as_reward, build_reward
 from flatpeak.rewards.workers import grading
 from flatpeak.rewards.workers.pool import WorkerPool
-from flatpeak.rewards.workers.process import OUTPUT_PREFIX
+from flatpeak.rewards.workers.worker import OUTPUT_PREFIX
 from flatpeak.types import Completion, Group, Score
 from support import worker_functions
 from support.worker_functions import FAULTS, QUIRKS

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from flatpeak.rewards.workers.pool import WorkerError, WorkerPool
-from flatpeak.rewards.workers.process import OUTPUT_PREFIX
+from flatpeak.rewards.workers.worker import OUTPUT_PREFIX
 from support.runs import tiny_recipe
 
 pytestmark = pytest.mark.slow

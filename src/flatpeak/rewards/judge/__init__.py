@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from flatpeak.utils.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
-    from flatpeak.rewards.judge.build import build_judge_reward as build_judge_reward
-    from flatpeak.rewards.judge.build import judge_reward as judge_reward
     from flatpeak.rewards.judge.config import JudgeConfig as JudgeConfig
     from flatpeak.rewards.judge.protocol import JudgeReply as JudgeReply
     from flatpeak.rewards.judge.protocol import JudgeRequest as JudgeRequest
+    from flatpeak.rewards.judge.reward import build_judge_reward as build_judge_reward
+    from flatpeak.rewards.judge.reward import judge_reward as judge_reward
 
 __getattr__ = lazy_names(
     __name__,
@@ -17,7 +17,7 @@ __getattr__ = lazy_names(
         "JudgeConfig": "config",
         "JudgeReply": "protocol",
         "JudgeRequest": "protocol",
-        "build_judge_reward": "build",
-        "judge_reward": "build",
+        "build_judge_reward": "reward",
+        "judge_reward": "reward",
     },
 )

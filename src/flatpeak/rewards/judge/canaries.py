@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.judge.panel import Verdict
+from flatpeak.rewards.judge.panel import JudgePanel
 from flatpeak.rewards.judge.prompt import normalize_text, rejection_reason
-from flatpeak.rewards.judge.scoring import Candidate, JudgeScoring
+from flatpeak.rewards.judge.protocol import Candidate
 
 # Single tokens and openers that fooled judges, GPT-4o among them, in up to 80% of cases: Zhao et al. 2025, "One Token
 # to Fool LLM-as-a-Judge", arXiv 2507.08794. Those that the rules catch are asked anyway where they are varied a little.
@@ -85,58 +85,17 @@ def canaries(example: Candidate, *, best_reply: str) -> dict[str, str]:
     }
 
 
-async def run_canaries(scoring: JudgeScoring, examples: Sequence[Candidate]) -> CanaryReport:
+async def run_canaries(panel: JudgePanel, examples: Sequence[Candidate]) -> CanaryReport:
     """Grade every canary of every example without the cache; `Candidate.text` of the examples is ignored."""
-    names: list[str] = []
-    groups: list[list[Candidate]] = []
-    for example in examples:
-        for name, text in canaries(example, best_reply=scoring.panel.verdict_format.best_reply).items():
-            names.append(name)
-            # Each alone in its group: a canary must not be measured against another one.
-            groups.append([Candidate(question=example.question, reference=example.reference, text=text)])
-    verdicts = [group[0] for group in await scoring.verdicts(groups, fresh=True)]
-    return _report(names, [group[0] for group in groups], verdicts)
-
-
-async def check_judge(scoring: JudgeScoring, examples: Sequence[Candidate]) -> None:
-    """Check that the judge replies, and prefers the reference answer to that of another question.
-
-    UserError if it does not. Examples without a reference only show that it replies.
-    """
-    for example, right, wrong in _known_answers(examples):
-        both = [
-            [Candidate(question=example.question, reference=example.reference, text=text)] for text in (right, wrong)
-        ]
-        (good,), (bad,) = await scoring.verdicts(both, fresh=True)
-        if good.score is None or bad.score is None:
-            reason = ((good if good.score is None else bad).reason or "").removeprefix("no verdict: ")
-            raise UserError(
-                f"the judge gives no verdict: {reason}; check its backend, `output` (json where the endpoint cannot "
-                "enforce a schema) and `max_tokens`"
-            )
-        if right != wrong and good.score <= bad.score:
-            raise UserError(
-                f"the judge gives {good.score:.2g} to the reference answer of {example.question[:60]!r} and "
-                f"{bad.score:.2g} to a wrong one: use a stronger judge or a clearer rubric"
-            )
-
-
-def _known_answers(examples: Sequence[Candidate]) -> list[tuple[Candidate, str, str]]:
-    """(example, right answer, wrong answer) for the first example; empty without examples."""
-    if not examples:
-        return []
-    first = examples[0]
-    if not first.reference.strip():
-        return [(first, "I do not know.", "I do not know.")]
-    others = [
-        other.reference for other in examples[1:] if normalize_text(other.reference) != normalize_text(first.reference)
+    best_reply = panel.verdict_format.best_reply
+    named = [
+        (name, replace(example, text=text))
+        for example in examples
+        for name, text in canaries(example, best_reply=best_reply).items()
     ]
-    return [(first, first.reference, others[0] if others and others[0].strip() else "I do not know.")]
-
-
-def _report(names: Sequence[str], candidates: Sequence[Candidate], verdicts: Sequence[Verdict]) -> CanaryReport:
+    (verdicts,) = await panel.grade([[candidate for _, candidate in named]], fresh=True)
     judged, by_rule, missing, fooled = 0, 0, 0, []
-    for name, candidate, verdict in zip(names, candidates, verdicts, strict=True):
+    for (name, candidate), verdict in zip(named, verdicts, strict=True):
         if rejection_reason(candidate.text, candidate.reference) is not None:
             by_rule += 1
         elif verdict.score is None:
@@ -152,3 +111,30 @@ def _report(names: Sequence[str], candidates: Sequence[Candidate], verdicts: Seq
         missing=missing,
         fooled_by=tuple(fooled),
     )
+
+
+async def check_judge(panel: JudgePanel, examples: Sequence[Candidate]) -> None:
+    """Check that the judge replies, and prefers the reference answer to that of another question.
+
+    UserError if it does not. Examples without a reference only show that it replies.
+    """
+    if not examples:
+        return
+    first, right, wrong = examples[0], examples[0].reference, "I do not know."
+    if not right.strip():
+        right = wrong
+    others = [other.reference for other in examples if normalize_text(other.reference) != normalize_text(right)]
+    if right != wrong and others and others[0].strip():
+        wrong = others[0]
+    ((good, bad),) = await panel.grade([[replace(first, text=right), replace(first, text=wrong)]], fresh=True)
+    if good.score is None or bad.score is None:
+        reason = ((good if good.score is None else bad).reason or "").removeprefix("no verdict: ")
+        raise UserError(
+            f"the judge gives no verdict: {reason}; check its backend, `output` (json where the endpoint cannot "
+            "enforce a schema) and `max_tokens`"
+        )
+    if right != wrong and good.score <= bad.score:
+        raise UserError(
+            f"the judge gives {good.score:.2g} to the reference answer of {first.question[:60]!r} and "
+            f"{bad.score:.2g} to a wrong one: use a stronger judge or a clearer rubric"
+        )

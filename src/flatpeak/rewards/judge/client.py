@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.judge.protocol import Clock, JudgeReply, JudgeRequest, SystemClock
+from flatpeak.rewards.background_loop import gather
+from flatpeak.rewards.judge.config import EndpointConfig, JudgeConfig
+from flatpeak.rewards.judge.protocol import JudgeReply, JudgeRequest
 from flatpeak.rewards.judge.rate_limits import (
     LONGEST_PAUSE,
     RETRIED_STATUSES,
@@ -19,8 +21,9 @@ from flatpeak.rewards.judge.rate_limits import (
     Outage,
     PauseTooLongError,
     RateLimiter,
-    RetryPolicy,
+    now,
     read_retry_after,
+    retry_delay,
 )
 from flatpeak.utils.redaction import Secret
 
@@ -34,31 +37,13 @@ _FATAL: Final = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Endpoint:
-    """The address, model, key and prices of an endpoint."""
-
-    base_url: str
-    model: str
-    key: Secret = field(repr=False)
-    extra_body: Mapping[str, Any] = field(default_factory=dict)
-    price_input: float = 0.0
-    """Price per million tokens."""
-    price_output: float = 0.0
-
-    def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
-        """The cost of one call."""
-        return (prompt_tokens * self.price_input + completion_tokens * self.price_output) / 1e6
-
-
 class _AttemptError(Exception):
     """A failed attempt to get a reply."""
 
     def __init__(
-        self, *, text: str, retried: bool, retry_after: float | None = None, from_endpoint: bool = False
+        self, text: str, *, retried: bool, retry_after: float | None = None, from_endpoint: bool = False
     ) -> None:
         super().__init__(text)
-        self.text = text
         self.retried = retried
         self.retry_after = retry_after
         self.from_endpoint = from_endpoint
@@ -82,33 +67,27 @@ class EndpointJudge:
 
     batch_size = 1
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        *,
-        concurrency: int = 16,
-        timeout: float = 60.0,
-        retry: RetryPolicy,
-        limits: RateLimiter,
-        outage: Outage,
-        budget: Budget,
-        clock: Clock | None = None,
-    ) -> None:
+    def __init__(self, name: str, config: JudgeConfig, backend: EndpointConfig) -> None:
+        """`name` is the component's in error messages."""
         try:
             from openai import AsyncOpenAI
         except ImportError:
             raise UserError('an endpoint as judge needs the openai package: pip install "flatpeak[judge]"') from None
+        self._key = Secret.from_environment(backend.api_key_env)
         self._client = AsyncOpenAI(
-            api_key=endpoint.key.reveal(), base_url=endpoint.base_url, max_retries=0, timeout=timeout
+            api_key=self._key.reveal(), base_url=backend.base_url, max_retries=0, timeout=config.timeout
         )
-        self._endpoint = endpoint
-        self._concurrency = asyncio.Semaphore(concurrency)
-        self._timeout = timeout
-        self._retry = retry
-        self._limits = limits
-        self._outage = outage
-        self._budget = budget
-        self._clock = clock or SystemClock()
+        self._backend = backend
+        self._timeout = config.timeout
+        self._retries = config.retries
+        self._concurrency = asyncio.Semaphore(config.concurrency)
+        self._limits = RateLimiter(
+            requests_per_minute=config.requests_per_minute, tokens_per_minute=config.tokens_per_minute
+        )
+        self._outage = Outage(
+            give_up=config.give_up, what=f"rewards.{name}: the judge {backend.model} at {backend.base_url}"
+        )
+        self._budget = Budget(max_calls=config.budget.max_calls, max_cost=config.budget.max_cost)
         # A generator of its own: retries must not change any other random numbers.
         self._jitter = random.Random()
         # Highest ratio of the endpoint's count of prompt tokens to the estimate, so that reservations suffice.
@@ -121,15 +100,15 @@ class EndpointJudge:
     @property
     def identity(self) -> str:
         """Model, address and settings that change replies, without the key."""
-        extra = f" {sorted(self._endpoint.extra_body.items())}" if self._endpoint.extra_body else ""
-        return f"{self._endpoint.model} at {self._endpoint.base_url.rstrip('/')}{extra}"
+        extra = f" {sorted(self._backend.extra_body.items())}" if self._backend.extra_body else ""
+        return f"{self._backend.model} at {self._backend.base_url.rstrip('/')}{extra}"
 
     def __repr__(self) -> str:
         return f"EndpointJudge({self.identity})"
 
     def scrub(self, text: str) -> str:
         """The text with the key redacted."""
-        return self._endpoint.key.scrub(text)
+        return self._key.scrub(text)
 
     def take_notices(self) -> list[str]:
         """Messages for the user since the last call."""
@@ -142,19 +121,15 @@ class EndpointJudge:
 
     def add_spent(self, calls: int, cost: float) -> None:
         """Count the calls and cost of earlier processes of the run against the budget."""
-        self._budget.add(calls=calls, cost=cost)
+        self._budget.calls += calls
+        self._budget.cost += cost
 
     async def ask(self, requests: Sequence[JudgeRequest]) -> list[JudgeReply]:
         """Replies to all requests in their order, asked in parallel as far as concurrency and limits allow."""
         deadlines = [request.deadline for request in requests if request.deadline is not None]
         if deadlines and not self._active:
-            self._limits.end_long_pause(min(deadlines) - SystemClock().now())
-        tasks = [asyncio.ensure_future(self._reply(request)) for request in requests]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
+            self._limits.end_long_pause(min(deadlines))
+        return await gather(self._reply(request) for request in requests)
 
     async def close(self) -> None:
         """Close the client's open connections."""
@@ -162,34 +137,32 @@ class EndpointJudge:
 
     async def _reply(self, request: JudgeRequest) -> JudgeReply:
         attempts = _Attempts()
-        left = None if request.deadline is None else request.deadline - SystemClock().now()
         self._active += 1
         try:
-            async with asyncio.timeout(left):
-                return await self._ask_with_retries(request, attempts)
+            async with asyncio.timeout_at(request.deadline):
+                reply = await self._ask_with_retries(request, attempts)
         except BudgetSpentError:
             self._notify_budget_spent()
-            reason = "the budget is spent"
+            reply = JudgeReply(text=None, reason="the budget is spent")
         except TimeoutError:
-            reason = "no reply before the deadline"
+            reply = JudgeReply(text=None, reason="no reply before the deadline")
         except _AttemptError as failure:
-            reason = failure.text
+            reply = JudgeReply(text=None, reason=str(failure))
         except UserError as error:
             self._fatal = error  # for the requests that still wait: the endpoint would refuse them too
             raise
         finally:
             self._active -= 1
             self._fatal = self._fatal if self._active else None
-        return JudgeReply(text=None, reason=reason, attempts=attempts.sent, errors=tuple(attempts.errors))
+        return replace(reply, attempts=attempts.sent, errors=tuple(attempts.errors))
 
     async def _ask_with_retries(self, request: JudgeRequest, attempts: _Attempts) -> JudgeReply:
-        for attempt in range(self._retry.retries + 1):
+        for attempt in range(self._retries + 1):
             try:
-                reply = await self._attempt(request, attempts)
-                return replace(reply, attempts=attempts.sent, errors=tuple(attempts.errors))
+                return await self._attempt(request, attempts)
             except _AttemptError as failure:
-                attempts.errors.append(failure.text)
-                if not failure.retried or attempt == self._retry.retries:
+                attempts.errors.append(str(failure))
+                if not failure.retried or attempt == self._retries:
                     raise
                 await self._back_off(attempt, failure, request)
         raise AssertionError("unreachable: the last attempt returns or raises")
@@ -198,15 +171,15 @@ class EndpointJudge:
         if failure.retry_after is not None:
             # Other requests would get the same reply now.
             self._limits.pause(min(failure.retry_after, LONGEST_PAUSE))
-        delay = self._retry.delay(attempt, retry_after=failure.retry_after, generator=self._jitter)
-        if request.deadline is not None and SystemClock().now() + delay > request.deadline:
-            raise _AttemptError(text=f"{failure.text}; no time left to wait {delay:.0f} s", retried=False)
-        await self._clock.sleep(delay)
+        delay = retry_delay(attempt, retry_after=failure.retry_after, generator=self._jitter)
+        if request.deadline is not None and now() + delay > request.deadline:
+            raise _AttemptError(f"{failure}; no time left to wait {delay:.0f} s", retried=False)
+        await asyncio.sleep(delay)
 
     async def _attempt(self, request: JudgeRequest, attempts: _Attempts) -> JudgeReply:
         """One request, after its wait for a slot, an endpoint that is down, the budget and the rate limits."""
         expected = estimate_prompt_tokens(request)
-        most = self._endpoint.cost(expected, request.max_tokens)
+        most = self._cost(expected, request.max_tokens)
         async with self._concurrency:
             if self._fatal is not None:
                 raise UserError(str(self._fatal))
@@ -215,28 +188,27 @@ class EndpointJudge:
             cost, before = 0.0, attempts.sent
             try:
                 reply = await self._send_within_limits(request, expected, attempts)
+                self._outage.record_answer()
                 used = reply.prompt_tokens + reply.completion_tokens
                 # An endpoint that does not count tokens is charged the estimate.
-                cost = self._endpoint.cost(reply.prompt_tokens, reply.completion_tokens) if used else most
+                cost = self._cost(reply.prompt_tokens, reply.completion_tokens) if used else most
                 return replace(reply, cost=cost)
             except _AttemptError as failure:
-                alive = not failure.retried or failure.text.startswith("429")
-                if alive:
-                    self._outage.record_answer()
+                if failure.retried and not str(failure).startswith("429"):
+                    self._outage.record_failure(str(failure))
                 else:
-                    self._outage.record_failure(failure.text)
+                    self._outage.record_answer()
                 raise
             finally:
                 self._budget.settle(most, cost, sent=attempts.sent > before)
 
     async def _send_within_limits(self, request: JudgeRequest, expected: int, attempts: _Attempts) -> JudgeReply:
         """The reply to a request of about `expected` tokens; the unused rest of its reservation is given back."""
-        left = None if request.deadline is None else request.deadline - SystemClock().now()
         most = math.ceil(expected * self._prompt_ratio) + request.max_tokens
         try:
-            reservation = await self._limits.acquire(most, left=left)
+            reservation = await self._limits.acquire(most, deadline=request.deadline)
         except PauseTooLongError as error:
-            raise _AttemptError(text=str(error), retried=False) from None
+            raise _AttemptError(str(error), retried=False) from None
         counted = reservation.tokens  # without a count, or a reply
         attempts.sent += 1
         try:
@@ -254,43 +226,42 @@ class EndpointJudge:
         """The endpoint's reply; _AttemptError, or UserError for errors that every call would have."""
         import openai
 
-        started = self._clock.now()
+        started = now()
         try:
             async with asyncio.timeout(self._timeout):
                 response = await self._client.chat.completions.create(**self._arguments(request))
         except (TimeoutError, openai.APITimeoutError):
-            raise _AttemptError(text=f"no reply within {self._timeout:g} s", retried=True) from None
+            raise _AttemptError(f"no reply within {self._timeout:g} s", retried=True) from None
         except openai.APIStatusError as error:
             raise self._status_failure(error) from None
         except openai.APIConnectionError as error:
             cause = error.__cause__
             text = f"connection failed: {type(cause).__name__ if cause else ''} {cause or error}"
-            raise _AttemptError(text=self.scrub(" ".join(text.split()))[:200], retried=True) from None
+            raise _AttemptError(self.scrub(" ".join(text.split()))[:200], retried=True) from None
         except (openai.OpenAIError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             text = f"{type(error).__name__}: {error}"
-            self._outage.record_answer()
             return JudgeReply(text="", reason=f"unreadable reply ({self.scrub(' '.join(text.split()))[:120]})")
-        embedded = embedded_error(response)
-        if embedded is not None:
-            status, message = embedded
-            raise self._failure(status, message)
-        self._outage.record_answer()
-        return parse_reply(response, latency=self._clock.now() - started)
+        if (embedded := embedded_error(response)) is not None:
+            raise self._failure(*embedded)
+        return parse_reply(response, latency=now() - started)
+
+    def _cost(self, prompt_tokens: int, completion_tokens: int) -> float:
+        return (prompt_tokens * self._backend.price_input + completion_tokens * self._backend.price_output) / 1e6
 
     def _arguments(self, request: JudgeRequest) -> dict[str, Any]:
         arguments: dict[str, Any] = {
-            "model": self._endpoint.model,
+            "model": self._backend.model,
             "messages": [dict(message) for message in request.messages],
         }
-        if "max_completion_tokens" not in self._endpoint.extra_body:
+        if "max_completion_tokens" not in self._backend.extra_body:
             arguments["max_tokens"] = request.max_tokens
         if request.temperature is not None:
             arguments["temperature"] = request.temperature
         if request.schema is not None:
             schema = {"name": "verdict", "strict": True, "schema": request.schema}
             arguments["response_format"] = {"type": "json_schema", "json_schema": schema}
-        if self._endpoint.extra_body:
-            arguments["extra_body"] = dict(self._endpoint.extra_body)
+        if self._backend.extra_body:
+            arguments["extra_body"] = dict(self._backend.extra_body)
         return arguments
 
     def _status_failure(self, error: Any) -> Exception:
@@ -309,9 +280,8 @@ class EndpointJudge:
             # Without the endpoint's message, even scrubbed: with a refused key it often quotes part of it.
             return UserError(f"judge {self.identity}: {_FATAL[status]}")
         retried = status is None or status in RETRIED_STATUSES
-        return _AttemptError(
-            text=f"{status or 'error'}: {message}", retried=retried, retry_after=retry_after, from_endpoint=True
-        )
+        text = f"{status or 'error'}: {message}"
+        return _AttemptError(text, retried=retried, retry_after=retry_after, from_endpoint=True)
 
     def _notify_budget_spent(self) -> None:
         if not self._budget_notified:

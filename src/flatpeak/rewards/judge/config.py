@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from flatpeak.rewards.component_config import ComponentConfig
 from flatpeak.utils.schema import StrictConfig
 
 if TYPE_CHECKING:
@@ -113,12 +114,10 @@ class CanaryConfig(StrictConfig):
     """Highest share of false positives among the canaries with a verdict; above it, training is refused."""
 
 
-class JudgeConfig(StrictConfig):
+class JudgeConfig(ComponentConfig):
     """A language model's verdict on the final answer, from 0 to 1; missing where it gives none."""
 
     type: Literal["judge"] = "judge"
-    weight: float = 1.0
-    """Its factor in the total reward; 0: logged only, without effect on training."""
     backend: Annotated[EndpointConfig | LocalConfig | CustomJudgeConfig, Field(discriminator="type")]
     """The judge: an endpoint, a model on this machine, or one of your own."""
     rubric: str = "correctness"

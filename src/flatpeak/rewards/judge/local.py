@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from flatpeak.utils.huggingface import hub_or_directory, local_or_hub
 
 
 class LocalJudge:
-    """A chat model as a judge, decoded greedily in batches of `batch_size`, the longest prompts first.
+    """A chat model as a judge, decoded greedily, all requests of a call together; it asks for `batch_size` at a time.
 
     A prompt that leaves no room for the reply in the model's context has no reply; nothing is truncated silently. The
     rounding of sums depends on the shape of a batch, so in rare cases a reply may depend on the others in its batch.
@@ -58,7 +59,7 @@ class LocalJudge:
         return tuple(sorted(self._encoder.control_tokens))
 
     async def ask(self, requests: Sequence[JudgeRequest]) -> list[JudgeReply]:
-        """Replies to all requests, one batch at a time, in a thread so that other judges go on."""
+        """Replies to a batch of requests, in a thread so that other judges go on."""
         async with self._lock:
             return await asyncio.to_thread(self._generate, list(requests))
 
@@ -68,26 +69,19 @@ class LocalJudge:
 
     def _generate(self, requests: list[JudgeRequest]) -> list[JudgeReply]:
         started = time.perf_counter()
-        prompts = [self._encode(request) for request in requests]
-        replies: dict[int, JudgeReply] = {}
-        context_length = getattr(self._model.config, "max_position_embeddings", None)
-        ready: list[int] = []
-        for index, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-            if context_length is not None and len(prompt) + request.max_tokens > context_length:
-                reason = (
-                    f"prompt of {len(prompt)} tokens and a reply of {request.max_tokens} exceed the context of "
-                    f"{context_length}"
-                )
-                replies[index] = JudgeReply(text=None, reason=reason, attempts=0)
+        encoded = [(request, self._encode(request)) for request in requests]
+        context = getattr(self._model.config, "max_position_embeddings", None) or math.inf
+        fitting = [(request, prompt) for request, prompt in encoded if len(prompt) + request.max_tokens <= context]
+        generated = iter(self._decode(fitting) if fitting else [])
+        replies = []
+        for request, prompt in encoded:
+            if len(prompt) + request.max_tokens <= context:
+                replies.append(self._reply(next(generated), request, len(prompt), started))
             else:
-                ready.append(index)
-        ready.sort(key=lambda index: len(prompts[index]), reverse=True)
-        for start in range(0, len(ready), self.batch_size):
-            chosen = ready[start : start + self.batch_size]
-            generated = self._decode([prompts[i] for i in chosen], max(requests[i].max_tokens for i in chosen))
-            for index, tokens in zip(chosen, generated, strict=True):
-                replies[index] = self._reply(tokens, requests[index], len(prompts[index]), started)
-        return [replies[index] for index in range(len(requests))]
+                needed = f"prompt of {len(prompt)} tokens and a reply of {request.max_tokens}"
+                reason = f"{needed} exceed the context of {context}"
+                replies.append(JudgeReply(text=None, reason=reason, attempts=0))
+        return replies
 
     def _encode(self, request: JudgeRequest) -> list[int]:
         messages = [{**message, "content": self._encoder.quote(message["content"])} for message in request.messages]
@@ -95,17 +89,17 @@ class LocalJudge:
         # The template writes the beginning-of-sequence token itself where the model wants one.
         return self._encoder.encode(text)
 
-    def _decode(self, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+    def _decode(self, encoded: Sequence[tuple[JudgeRequest, list[int]]]) -> list[list[int]]:
         import torch
 
-        longest, pad = max(map(len, prompts)), self._pad_token_id
-        ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=self._device)
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self._device)
+        longest, pad = max(len(prompt) for _, prompt in encoded), self._pad_token_id
+        ids = torch.tensor([[pad] * (longest - len(p)) + p for _, p in encoded], device=self._device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for _, p in encoded], device=self._device)
         with torch.inference_mode():
             out = self._model.generate(
                 input_ids=ids,
                 attention_mask=mask,
-                max_new_tokens=max_new_tokens,
+                max_new_tokens=max(request.max_tokens for request, _ in encoded),
                 do_sample=False,
                 temperature=None,
                 top_p=None,

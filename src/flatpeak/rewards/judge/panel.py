@@ -1,22 +1,23 @@
-"""From requests to verdicts: the panel asks a judge and reads its replies, with a cache, transcripts and counts."""
+"""From candidates to verdicts: the panel asks a judge and reads its replies, with a cache, transcripts and counts."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sqlite3
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from flatpeak.errors import UserError
+from flatpeak.rewards.background_loop import gather
 from flatpeak.rewards.judge.client import encodable
-from flatpeak.rewards.judge.prompt import repair_request, template_hash
-from flatpeak.rewards.judge.protocol import Judge, JudgeReply, JudgeRequest, NoVerdictError, SystemClock
+from flatpeak.rewards.judge.prompt import prompt_messages, repair_request, sanitize, template_hash
+from flatpeak.rewards.judge.protocol import Candidate, Judge, JudgeReply, JudgeRequest, Verdict
+from flatpeak.rewards.judge.rubrics import NoVerdictError
 
 if TYPE_CHECKING:
     from flatpeak.rewards.judge.rubrics import VerdictFormat
@@ -25,57 +26,8 @@ WINDOW: Final = 200
 """Number of the latest verdicts in the valid fraction that may stop a run."""
 _GRACE_SECONDS = 5.0
 """Added to a deadline before a custom judge is given up: the endpoint's own client ends in time."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """A score, or the reason for its absence."""
-
-    score: float | None
-    """From 0 to 1; None is missing."""
-    reason: str | None = None
-    """The reason for a missing score, or the rule by which it is 0 without a call."""
-
-
-@dataclass(kw_only=True, slots=True)
-class VerdictCounts:
-    """Counts of questions, calls and verdicts since the last `take`."""
-
-    asked: int = 0
-    """Different questions, those answered from the cache included."""
-    valid: int = 0
-    cached: int = 0
-    calls: int = 0
-    """Requests sent, retries and repairs included."""
-    retries: int = 0
-    repairs: int = 0
-    cost: float = 0.0
-    replies: int = 0
-    latency: float = 0.0
-    """Total seconds of all replies."""
-    skipped: int = 0
-    """Completions that scored 0 by rule."""
-    recent: deque[str | None] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    """For each of the latest questions None, or the reason why it has no verdict; `take` does not reset it."""
-
-    def take(self) -> dict[str, float]:
-        """The metrics by name, those without a value left out; resets the counts."""
-        metrics = {
-            "calls": float(self.calls),
-            "retries": float(self.retries),
-            "repairs": float(self.repairs),
-            "cost": self.cost,
-            "skipped": float(self.skipped),
-        }
-        if self.asked:
-            metrics["valid_fraction"] = self.valid / self.asked
-            metrics["cache_hit_fraction"] = self.cached / self.asked
-        if self.replies:
-            metrics["latency_seconds"] = self.latency / self.replies
-        self.asked = self.valid = self.cached = self.calls = self.retries = self.repairs = self.skipped = 0
-        self.replies = 0
-        self.cost = self.latency = 0.0
-        return metrics
+_MAX_CHARACTERS: Final = 16_000
+"""Limit on the question, the reference and each answer; longer ones lose their middle."""
 
 
 class Transcripts:
@@ -125,7 +77,6 @@ class ReplyCache:
         """UserError if the file is no SQLite file or cannot be made."""
         self.path = path
         self.error: str | None = None
-        self._lock = threading.Lock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = sqlite3.connect(path, timeout=10.0, check_same_thread=False, isolation_level=None)
@@ -148,16 +99,14 @@ class ReplyCache:
 
     def close(self) -> None:
         """Close the SQLite file."""
-        with self._lock:
-            self._file.close()
+        self._file.close()
 
     def _run(self, statement: str, values: tuple[object, ...]) -> tuple[object, ...] | None:
         if self.error is not None:
             return None
         try:
-            with self._lock:
-                row: tuple[object, ...] | None = self._file.execute(statement, values).fetchone()
-                return row
+            row: tuple[object, ...] | None = self._file.execute(statement, values).fetchone()
+            return row
         except sqlite3.Error as error:
             self.error = f"{type(error).__name__}: {error}"
             return None
@@ -170,69 +119,134 @@ class JudgePanel:
     the transcripts.
     """
 
-    def __init__(self, judge: Judge, verdict_format: VerdictFormat, *, cache: ReplyCache | None = None) -> None:
+    def __init__(
+        self,
+        judge: Judge,
+        verdict_format: VerdictFormat,
+        *,
+        cache: ReplyCache | None = None,
+        max_tokens: int = 1024,
+        temperature: float | None = 0.0,
+        deadline: float | None = None,
+    ) -> None:
+        """`deadline`: seconds for all requests of one call of `grade`, retries and waiting included."""
         self.judge = judge
         self.verdict_format = verdict_format
-        self.counts = VerdictCounts()
         self.transcripts = Transcripts(scrub=self.scrub)
-        self.template = template_hash(verdict_format)
+        self.template = template_hash(verdict_format.instructions, verdict_format.schema)
+        self.recent: deque[str | None] = deque(maxlen=WINDOW)
+        """For each of the latest questions None, or the reason why it has no verdict."""
+        self._counts: Counter[str] = Counter()
+        self._cost = self._latency = 0.0
         self._cache = cache
+        self._max_tokens = max_tokens
+        self._temperature = temperature
+        self._deadline = deadline
 
     def scrub(self, text: str) -> str:
         """The text without the judge's secrets."""
         scrub: Callable[[str], str] | None = getattr(self.judge, "scrub", None)
         return text if scrub is None else scrub(text)
 
-    async def verdicts(self, requests: Sequence[JudgeRequest], *, fresh: bool = False) -> list[Verdict]:
-        """A verdict for each request, in order. Equal requests are asked once; `fresh` ignores the cache.
+    def metrics(self) -> dict[str, float]:
+        """Counts, cost and fractions since the last call by name, those without a value left out."""
+        counts, metrics = self._counts, {"cost": self._cost}
+        for name in ("calls", "retries", "repairs", "skipped"):
+            metrics[name] = float(counts[name])
+        if counts["asked"]:
+            metrics["valid_fraction"] = counts["valid"] / counts["asked"]
+            metrics["cache_hit_fraction"] = counts["cached"] / counts["asked"]
+        if counts["replies"]:
+            metrics["latency_seconds"] = self._latency / counts["replies"]
+        self._counts, self._cost, self._latency = Counter(), 0.0, 0.0
+        return metrics
+
+    async def grade(self, groups: Sequence[Sequence[Candidate]], *, fresh: bool = False) -> list[list[Verdict]]:
+        """The verdict on each candidate of each group, by rule or by the judge; `fresh` ignores the cache."""
+        deadline = None if self._deadline is None else time.monotonic() + self._deadline
+        ruled = [[self.verdict_format.rule(candidate) for candidate in group] for group in groups]
+        requests: list[JudgeRequest] = []
+        for group, rules in zip(groups, ruled, strict=True):
+            for candidate, rule in zip(group, rules, strict=True):
+                if rule is not None:
+                    self._counts["skipped"] += 1
+                    continue
+                texts = self.verdict_format.questions(candidate)
+                requests += [self._request(named, deadline=deadline) for named in texts]
+        verdicts = iter(await self._verdicts(requests, fresh=fresh))
+        return [[rule or self.verdict_format.combined(verdicts) for rule in rules] for rules in ruled]
+
+    def _request(self, texts: Mapping[str, str], *, deadline: float | None) -> JudgeRequest:
+        """The request for a verdict on named texts; an empty reference answer is left out."""
+        reserved: Sequence[str] = getattr(self.judge, "reserved_tokens", ())
+        sanitized = {
+            name: sanitize(text, reserved=reserved, limit=_MAX_CHARACTERS)
+            for name, text in texts.items()
+            if text.strip() or name != "reference answer"
+        }
+        return JudgeRequest(
+            messages=prompt_messages(sanitized, self.verdict_format.instructions),
+            max_tokens=self._max_tokens,
+            temperature=self._temperature,
+            schema=self.verdict_format.schema,
+            deadline=deadline,
+        )
+
+    async def _verdicts(self, requests: Sequence[JudgeRequest], *, fresh: bool) -> list[Verdict]:
+        """A verdict for each request, in order. Equal requests are asked once.
 
         A UserError of the judge ends the whole batch, and pending requests are cancelled.
         """
         keys = [request.key(self.judge.identity) for request in requests]
         verdicts: dict[str, Verdict] = {}
         pending: dict[str, JudgeRequest] = {}
-        for key, request in zip(keys, requests, strict=True):
-            if key not in verdicts and key not in pending:
-                cached = None if fresh else self._cached_verdict(key)
-                if cached is None:
-                    pending[key] = request
-                else:
-                    verdicts[key] = cached
-        self._count(verdicts.values(), cached=True)
+        for key, request in dict(zip(keys, requests, strict=True)).items():
+            cached = None if fresh else self._cached_verdict(key)
+            if cached is None:
+                pending[key] = request
+            else:
+                verdicts[key] = cached
+        self._counts["cached"] += len(verdicts)
+        self._count(verdicts.values())
         size = getattr(self.judge, "batch_size", None) or max(1, len(pending))
         entries = list(pending.items())
-        batches = [entries[start : start + size] for start in range(0, len(entries), size)]
-        for judged in await _gather([self._judge_batch(batch, fresh=fresh) for batch in batches]):
+        batches = [dict(entries[start : start + size]) for start in range(0, len(entries), size)]
+        for judged in await gather(self._judge_batch(batch, fresh=fresh) for batch in batches):
             verdicts |= judged
         return [verdicts[key] for key in keys]
 
-    async def _judge_batch(self, batch: Sequence[tuple[str, JudgeRequest]], *, fresh: bool) -> dict[str, Verdict]:
-        requests = dict(batch)
-        replies = await self._ask(list(requests.values()))
-        first = {key: self._read(reply) for key, reply in zip(requests, replies, strict=True)}
-        verdicts = {key: verdict for key, (verdict, _) in first.items()}
-        self._record(requests, replies, verdicts, fresh=fresh, repair=False)
-        unreadable = {key: why for key, (_, why) in first.items() if why is not None}
-        if unreadable:
-            reply_of = dict(zip(requests, replies, strict=True))
-            again = {
-                key: repair_request(
-                    requests[key], reply_of[key].text or "", why=why, verdict_format=self.verdict_format
-                )
-                for key, why in unreadable.items()
-            }
-            repaired = await self._ask(list(again.values()))
-            second = {key: self._read(reply)[0] for key, reply in zip(again, repaired, strict=True)}
-            self.counts.repairs += len(again)
-            self._record(again, repaired, second, fresh=fresh, repair=True)
-            verdicts |= second
-        self._count(verdicts.values(), cached=False)
+    async def _judge_batch(self, requests: Mapping[str, JudgeRequest], *, fresh: bool) -> dict[str, Verdict]:
+        """The verdicts of one batch by key; replies that cannot be read are asked for once more."""
+        verdicts, repairs = await self._judge_once(requests, fresh=fresh, repair=False)
+        if repairs:
+            self._counts["repairs"] += len(repairs)
+            verdicts |= (await self._judge_once(repairs, fresh=fresh, repair=True))[0]
+        self._count(verdicts.values())
         return verdicts
+
+    async def _judge_once(
+        self, requests: Mapping[str, JudgeRequest], *, fresh: bool, repair: bool
+    ) -> tuple[dict[str, Verdict], dict[str, JudgeRequest]]:
+        """(verdicts, requests to repair the replies that could not be read), by key."""
+        form = self.verdict_format.instructions.rpartition("\n")[2]
+        verdicts: dict[str, Verdict] = {}
+        repairs: dict[str, JudgeRequest] = {}
+        replies = await self._ask(list(requests.values()))
+        for (key, request), reply in zip(requests.items(), replies, strict=True):
+            verdict, fault = self._read(reply)
+            verdicts[key] = verdict
+            if fault is not None:
+                repairs[key] = repair_request(request, reply.text or "", why=fault, form=form)
+            if self._cache is not None and verdict.score is not None and not fresh:
+                # Under the key of the question, not of its repair: the question is what a later step asks again.
+                self._cache.put(key, self.scrub(reply.text or ""))
+            self._record(key, request, reply, verdict, repair=repair)
+        return verdicts, repairs
 
     async def _ask(self, requests: Sequence[JudgeRequest]) -> list[JudgeReply]:
         """The judge's replies; any exception but UserError, such as one in a user's judge, makes them missing."""
         deadlines = [request.deadline for request in requests if request.deadline is not None]
-        left = min(deadlines) - SystemClock().now() + _GRACE_SECONDS if deadlines else None
+        left = min(deadlines) - time.monotonic() + _GRACE_SECONDS if deadlines else None
         try:
             async with asyncio.timeout(left):
                 replies = list(await self.judge.ask(requests))
@@ -265,52 +279,38 @@ class JudgePanel:
         verdict, _ = self._read(JudgeReply(text=text, attempts=0))
         return verdict if verdict.score is not None else None
 
-    def _count(self, verdicts: Any, *, cached: bool) -> None:
+    def _count(self, verdicts: Iterable[Verdict]) -> None:
         for verdict in verdicts:
             valid = verdict.score is not None
-            self.counts.asked += 1
-            self.counts.valid += valid
-            self.counts.cached += cached
-            self.counts.recent.append(None if valid else verdict.reason or "no reply")
+            self._counts["asked"] += 1
+            self._counts["valid"] += valid
+            self.recent.append(None if valid else verdict.reason or "no reply")
 
-    def _record(
-        self,
-        requests: dict[str, JudgeRequest],
-        replies: Sequence[JudgeReply],
-        verdicts: dict[str, Verdict],
-        *,
-        fresh: bool,
-        repair: bool,
-    ) -> None:
-        for (key, request), reply in zip(requests.items(), replies, strict=True):
-            verdict = verdicts[key]
-            self.counts.calls += reply.attempts
-            self.counts.retries += max(0, reply.attempts - 1)
-            self.counts.cost += reply.cost
-            if reply.text is not None:
-                self.counts.replies += 1
-                self.counts.latency += reply.latency
-            if self._cache is not None and verdict.score is not None and not fresh:
-                # Under the key of the question, not of its repair: the question is what a later step asks again.
-                self._cache.put(key, self.scrub(reply.text or ""))
-            self.transcripts.write(
-                {
-                    "request": key,
-                    "template": self.template,
-                    "judge": self.judge.identity,
-                    "repair": repair,
-                    "messages": [dict(message) for message in request.messages],
-                    "reply": reply.text,
-                    "score": verdict.score,
-                    "error": verdict.reason,
-                    "attempts": reply.attempts,
-                    "attempt_errors": list(reply.errors),
-                    "latency_seconds": round(reply.latency, 4),
-                    "prompt_tokens": reply.prompt_tokens,
-                    "completion_tokens": reply.completion_tokens,
-                    "cost": reply.cost,
-                }
-            )
+    def _record(self, key: str, request: JudgeRequest, reply: JudgeReply, verdict: Verdict, *, repair: bool) -> None:
+        self._counts["calls"] += reply.attempts
+        self._counts["retries"] += max(0, reply.attempts - 1)
+        self._cost += reply.cost
+        if reply.text is not None:
+            self._counts["replies"] += 1
+            self._latency += reply.latency
+        self.transcripts.write(
+            {
+                "request": key,
+                "template": self.template,
+                "judge": self.judge.identity,
+                "repair": repair,
+                "messages": [dict(message) for message in request.messages],
+                "reply": reply.text,
+                "score": verdict.score,
+                "error": verdict.reason,
+                "attempts": reply.attempts,
+                "attempt_errors": list(reply.errors),
+                "latency_seconds": round(reply.latency, 4),
+                "prompt_tokens": reply.prompt_tokens,
+                "completion_tokens": reply.completion_tokens,
+                "cost": reply.cost,
+            }
+        )
 
 
 def _validated(reply: Any) -> JudgeReply:
@@ -318,14 +318,3 @@ def _validated(reply: Any) -> JudgeReply:
     if not isinstance(reply, JudgeReply) or not isinstance(reply.text, str | None):
         raise TypeError(f"the judge returned {type(reply).__name__} where a JudgeReply with a text belongs")
     return reply if reply.text is None else replace(reply, text=encodable(reply.text))
-
-
-async def _gather(coroutines: Sequence[Any]) -> list[Any]:
-    """All results; where one raises, the others are cancelled before the error is passed on."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -8,13 +8,12 @@ import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from flatpeak.rewards.judge.protocol import JudgeRequest
 from flatpeak.utils.answers import after_thinking, judged_text, last_answer, last_boxed
 
 if TYPE_CHECKING:
-    from flatpeak.rewards.judge.rubrics import VerdictFormat
     from flatpeak.types import Completion, Message, Prompt
 
 Show = Literal["final_answer", "whole"]
@@ -118,45 +117,30 @@ def delimited_blocks(texts: Mapping[str, str]) -> str:
     return "\n\n".join(f"[[begin {name} {code}]]\n{text}\n[[end {name} {code}]]" for name, text in texts.items())
 
 
-def build_request(
-    texts: Mapping[str, str],
-    verdict_format: VerdictFormat,
-    *,
-    max_tokens: int,
-    temperature: float | None,
-    deadline: float | None = None,
-) -> JudgeRequest:
-    """The request for a verdict on texts by name (`question`, `reference answer`, `answer`)."""
-    messages: tuple[Message, ...] = (
+def prompt_messages(texts: Mapping[str, str], instructions: str) -> tuple[Message, ...]:
+    """The messages that ask for a verdict on sanitized texts by name (`question`, `reference answer`, `answer`)."""
+    return (
         {"role": "system", "content": _SYSTEM},
-        {"role": "user", "content": f"{delimited_blocks(texts)}\n\n{verdict_format.instructions}"},
-    )
-    return JudgeRequest(
-        messages=messages,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        schema=verdict_format.schema,
-        deadline=deadline,
+        {"role": "user", "content": f"{delimited_blocks(texts)}\n\n{instructions}"},
     )
 
 
-def repair_request(request: JudgeRequest, reply: str, *, why: str, verdict_format: VerdictFormat) -> JudgeRequest:
-    """The request with the reply that could not be read, and the wish for one that can."""
+def repair_request(request: JudgeRequest, reply: str, *, why: str, form: str) -> JudgeRequest:
+    """The request with the reply that could not be read, and the wish for a reply in the form."""
     if not reply.strip():
         return request
-    ask = _REPAIR.format(why=why, form=verdict_format.instructions.rpartition("\n")[2])
     quoted = sanitize(reply, limit=4000)  # it may quote anything
     messages: tuple[Message, ...] = (
         *request.messages,
         {"role": "assistant", "content": quoted},
-        {"role": "user", "content": ask},
+        {"role": "user", "content": _REPAIR.format(why=why, form=form)},
     )
     return replace(request, messages=messages)
 
 
-def template_hash(verdict_format: VerdictFormat) -> str:
+def template_hash(instructions: str, schema: Mapping[str, Any] | None) -> str:
     """12 hexadecimal digits that change with any word of the prompt, the rubric, or the format."""
-    words = "\0".join((_SYSTEM, _REPAIR, _CONTROL.pattern, verdict_format.instructions, str(verdict_format.schema)))
+    words = "\0".join((_SYSTEM, _REPAIR, _CONTROL.pattern, instructions, str(schema)))
     return hashlib.sha256(words.encode()).hexdigest()[:12]
 
 

@@ -1,32 +1,27 @@
-"""Limits on the calls of a judge: rate limits, budget, outages, retries, and the event loop that runs them."""
+"""Limits on the calls of a judge: rate limits, budget, outages, and the waits between attempts."""
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import contextlib
 import email.utils
 import math
 import random
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Final
 
-from flatpeak.rewards.judge.protocol import Clock, JudgeDownError, JudgeInterruptedError
-
-T = TypeVar("T")
+from flatpeak.errors import RunError
 
 _MINUTE: Final = 60.0
-_POLL_SECONDS: Final = 0.2
-"""Seconds between two looks at whether a run has been asked to stop."""
 RETRIED_STATUSES: Final = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
 """Too many requests, and servers that are late, restarting or overloaded (529 is Anthropic's). All others would fail
 again."""
 FIRST_DELAY: Final = 1.0
-"""The longest wait before the first retry in seconds; it doubles, up to a minute."""
+"""The longest wait before the first retry in seconds; it doubles with each."""
+LONGEST_DELAY: Final = 60.0
+"""Seconds, unless the server asks for more."""
 FAILURES: Final = 20
 """Failed calls in a row after which an endpoint is taken to be down."""
 PAUSE: Final = 10.0
@@ -35,8 +30,17 @@ LONGEST_PAUSE: Final = 120.0
 """Longest Retry-After in seconds that is honoured in full; beyond it the next attempt comes sooner."""
 
 
+class JudgeDownError(RunError):
+    """The endpoint has not replied for too long to go on waiting. The last checkpoint stays valid."""
+
+
 class PauseTooLongError(Exception):
     """The server asked for a pause that ends after the deadline; the text has its length."""
+
+
+def now() -> float:
+    """The time of the running event loop in seconds; for asyncio's own loops that of `time.monotonic`."""
+    return asyncio.get_running_loop().time()
 
 
 @dataclass(slots=True)
@@ -51,75 +55,68 @@ class Reservation:
 class RateLimiter:
     """At most so many requests and tokens in any 60 seconds, in order of arrival; None is no limit."""
 
-    def __init__(self, *, requests_per_minute: int | None, tokens_per_minute: int | None, clock: Clock) -> None:
+    def __init__(self, *, requests_per_minute: int | None, tokens_per_minute: int | None) -> None:
         self._requests = requests_per_minute
         self._tokens = tokens_per_minute
-        self._clock = clock
         self._sent: deque[float] = deque()
         self._reservations: list[Reservation] = []
         self._paused_until = -math.inf
         self._lock = asyncio.Lock()
         self._changed = asyncio.Event()
 
-    async def acquire(self, tokens: int, *, left: float | None = None) -> Reservation:
+    async def acquire(self, tokens: int, *, deadline: float | None = None) -> Reservation:
         """Wait until a request of at most so many tokens may be sent, and reserve them until `settle`.
 
         A request above the limit of a whole minute is sent alone. PauseTooLongError where the server asked for a pause
-        that is not over in `left` seconds.
+        that is not over at the deadline.
         """
-        until = None if left is None else self._clock.now() + left
         async with self._lock:
-            while (wait := self._wait(tokens, until)) > 0:
+            while (wait := self._wait(tokens, deadline)) > 0:
                 await self._pause(wait)
-            self._sent.append(self._clock.now())
+            self._sent.append(now())
             reservation = Reservation(float(tokens))
             self._reservations.append(reservation)
             return reservation
 
     def settle(self, reservation: Reservation, tokens: float) -> None:
         """Count the tokens that the request used; the rest of its reservation is free at once."""
-        reservation.tokens, reservation.until = float(tokens), self._clock.now() + _MINUTE
+        reservation.tokens, reservation.until = float(tokens), now() + _MINUTE
         self._changed.set()
 
     def pause(self, seconds: float) -> None:
         """Send nothing for so many seconds, as the server asked."""
-        self._paused_until = max(self._paused_until, self._clock.now() + seconds)
+        self._paused_until = max(self._paused_until, now() + seconds)
         self._changed.set()  # the pause may be too long for requests that wait
 
-    def end_long_pause(self, left: float) -> None:
-        """End a pause that is not over in `left` seconds; the next requests show whether the server still wants it."""
-        if self._paused_until > self._clock.now() + left:
+    def end_long_pause(self, deadline: float) -> None:
+        """End a pause that is not over at the deadline; the next requests show whether the server still wants it."""
+        if self._paused_until > deadline:
             self._paused_until = -math.inf
 
     async def _pause(self, seconds: float) -> None:
         """Wait so many seconds, or until a reservation or pause changes."""
         self._changed.clear()
-        waiting: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._changed.wait())]
-        if math.isfinite(seconds):
-            waiting.append(asyncio.ensure_future(self._clock.sleep(seconds)))
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for future in waiting:
-                future.cancel()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds if math.isfinite(seconds) else None):
+                await self._changed.wait()
 
-    def _wait(self, tokens: int, until: float | None) -> float:
+    def _wait(self, tokens: int, deadline: float | None) -> float:
         """Seconds until a request may be sent; infinite where another has to be settled first."""
-        now = self._clock.now()
-        if until is not None and self._paused_until > until:
+        moment = now()
+        if deadline is not None and self._paused_until > deadline:
             raise PauseTooLongError(
-                f"the endpoint asked for a pause of {self._paused_until - now:.0f} s, and less time is left"
+                f"the endpoint asked for a pause of {self._paused_until - moment:.0f} s, and less time is left"
             )
-        while self._sent and self._sent[0] <= now - _MINUTE:
+        while self._sent and self._sent[0] <= moment - _MINUTE:
             self._sent.popleft()
-        self._reservations = [reservation for reservation in self._reservations if reservation.until > now]
-        wait = self._paused_until - now
+        self._reservations = [reservation for reservation in self._reservations if reservation.until > moment]
+        wait = self._paused_until - moment
         # Slightly longer each, so that rounding cannot leave an entry in the window with no time to wait.
         if self._requests is not None and len(self._sent) >= self._requests:
-            wait = max(wait, self._sent[0] + _MINUTE - now + 1e-6)
+            wait = max(wait, self._sent[0] + _MINUTE - moment + 1e-6)
         used = sum(reservation.tokens for reservation in self._reservations)
         if self._tokens is not None and used and used + tokens > self._tokens:
-            wait = max(wait, min(reservation.until for reservation in self._reservations) - now + 1e-6)
+            wait = max(wait, min(reservation.until for reservation in self._reservations) - moment + 1e-6)
         return wait
 
 
@@ -139,11 +136,6 @@ class Budget:
         """Requests sent, those of earlier processes included."""
         self.cost = 0.0
         """Cost of the finished calls, in the currency of the prices."""
-
-    def add(self, *, calls: int, cost: float) -> None:
-        """Count the calls and cost of earlier processes of the same run."""
-        self.calls += calls
-        self.cost += cost
 
     async def reserve(self, cost: float) -> None:
         """Count a call of at most this cost; BudgetSpentError beyond the cap.
@@ -171,10 +163,9 @@ class Budget:
 class Outage:
     """Counts failures in a row. After FAILURES of them the endpoint is down, and one call in each PAUSE tries it."""
 
-    def __init__(self, *, give_up: float, clock: Clock, what: str = "the judge") -> None:
+    def __init__(self, *, give_up: float, what: str = "the judge") -> None:
         """`give_up` is in seconds; `what` names the endpoint in the error."""
         self._give_up = give_up
-        self._clock = clock
         self._what = what
         self._failures = 0
         self._since = 0.0
@@ -186,13 +177,13 @@ class Outage:
         async with self._turn:
             if self._failures < FAILURES:
                 return
-            silent = self._clock.now() - self._since
+            silent = now() - self._since
             if silent >= self._give_up:
                 raise JudgeDownError(
                     f"{self._what} has not answered for {silent:.0f} s and {self._failures} calls in a row (the last "
                     f"one: {self._last_error}): bring it back and try again, or resume the run"
                 )
-            await self._clock.sleep(PAUSE)
+            await asyncio.sleep(PAUSE)
 
     def record_answer(self) -> None:
         """The endpoint replied, whatever its reply: it is not down."""
@@ -201,30 +192,20 @@ class Outage:
     def record_failure(self, error: str) -> None:
         """Count a call without a reply, or with an error of the server."""
         if self._failures == 0:
-            self._since = self._clock.now()
+            self._since = now()
         self._failures += 1
         self._last_error = error
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RetryPolicy:
-    """Exponential backoff with full jitter: uniform in [0, min(longest, first * 2^attempt)].
+def retry_delay(attempt: int, *, retry_after: float | None, generator: random.Random) -> float:
+    """Seconds to wait after attempt 0, 1, ...; at least those that the server asked for, up to LONGEST_PAUSE.
 
-    Source: "Exponential Backoff And Jitter", AWS Architecture Blog, 2015: the variant that finishes soonest with the
-    fewest calls, because clients that failed together do not retry together.
+    Exponential backoff with full jitter: uniform in [0, min(LONGEST_DELAY, FIRST_DELAY * 2^attempt)]. Source:
+    "Exponential Backoff And Jitter", AWS Architecture Blog, 2015: the variant that finishes soonest with the fewest
+    calls, because clients that failed together do not retry together.
     """
-
-    retries: int
-    """Number of attempts after the first."""
-    first: float = FIRST_DELAY
-    """Seconds."""
-    longest: float = 60.0
-    """Seconds."""
-
-    def delay(self, attempt: int, *, retry_after: float | None, generator: random.Random) -> float:
-        """Seconds to wait after attempt 0, 1, ...; at least those that the server asked for, up to LONGEST_PAUSE."""
-        jitter = generator.uniform(0.0, min(self.longest, self.first * 2.0 ** min(attempt, 30)))
-        return jitter if retry_after is None else min(retry_after, LONGEST_PAUSE) + min(jitter, self.first)
+    jitter = generator.uniform(0.0, min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** min(attempt, 30)))
+    return jitter if retry_after is None else min(retry_after, LONGEST_PAUSE) + min(jitter, FIRST_DELAY)
 
 
 def read_retry_after(value: str | None) -> float | None:
@@ -239,54 +220,3 @@ def read_retry_after(value: str | None) -> float | None:
         except (ValueError, TypeError, OverflowError):
             return None
     return max(0.0, seconds) if math.isfinite(seconds) else None
-
-
-class BackgroundLoop:
-    """An event loop in a thread, for synchronous callers; it starts with the first coroutine and ends with `close`."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-
-    def run(self, coroutine: Coroutine[Any, Any, T], *, stopping: Callable[[], bool] = lambda: False) -> T:
-        """The coroutine's result. Once `stopping()` is true it is cancelled, and JudgeInterruptedError is raised."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._started_loop())
-        try:
-            while True:
-                try:
-                    return future.result(timeout=_POLL_SECONDS)
-                except concurrent.futures.TimeoutError:
-                    if future.done():
-                        return future.result()
-                    if stopping():
-                        raise JudgeInterruptedError("a signal asked to stop while the judge was being asked") from None
-        except BaseException:
-            future.cancel()
-            raise
-
-    def close(self) -> None:
-        """Cancel unfinished coroutines, and end the thread."""
-        loop, thread = self._loop, self._thread
-        self._loop = self._thread = None
-        if loop is None or thread is None:
-            return
-        with contextlib.suppress(TimeoutError):  # a task of a user's judge may refuse to end
-            asyncio.run_coroutine_threadsafe(_cancel_others(), loop).result(timeout=10.0)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(timeout=10.0)
-        if not thread.is_alive():
-            loop.close()
-
-    def _started_loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name="flatpeak-judge", daemon=True)
-            self._thread.start()
-        return self._loop
-
-
-async def _cancel_others() -> None:
-    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)

@@ -1,27 +1,30 @@
-"""A judge as a reward: its checks before and during a run, its scores, metrics and notices, and the log of its cost."""
+"""A judge as a reward: how it is built, its checks before and during a run, its scores, metrics and notices."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast
 
 from flatpeak.errors import UserError
+from flatpeak.rewards.background_loop import BackgroundLoop
 from flatpeak.rewards.base import ComponentScores, Scorer
 from flatpeak.rewards.judge.canaries import CanaryReport, check_judge, run_canaries
+from flatpeak.rewards.judge.config import CanaryConfig, CustomJudgeConfig, EndpointConfig, JudgeConfig, LocalConfig
+from flatpeak.rewards.judge.panel import JudgePanel, ReplyCache
 from flatpeak.rewards.judge.prompt import Show, visible_text
-from flatpeak.rewards.judge.protocol import JudgeError
-from flatpeak.rewards.judge.rate_limits import BackgroundLoop
-from flatpeak.rewards.judge.scoring import Candidate, JudgeScoring
+from flatpeak.rewards.judge.protocol import Candidate, Judge
+from flatpeak.rewards.judge.rubrics import Output, PairwiseFormat, Rubric, RubricFormat, load_rubric
+from flatpeak.utils.user_code import load_function
 
 if TYPE_CHECKING:
-    from flatpeak.rewards.judge.panel import ReplyCache, Verdict
     from flatpeak.types import Completion, Example, Group, Prompt
 
+T = TypeVar("T")
 
 TRANSCRIPTS: Final = "judge"
 """The folder of transcripts in a run directory."""
@@ -33,12 +36,8 @@ _CANARY_EXAMPLES: Final = 4
 """Questions for which every canary is graded; 17 calls each, and twice as many for pairs."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Safety:
-    """Thresholds that a judge has to pass before and while a policy is trained on it."""
-
-    canaries: bool = True
-    max_false_positive_rate: float = 0.01
+class JudgeError(Exception):
+    """The reason for a missing score, in one line without secrets."""
 
 
 class JudgeReward(Scorer):
@@ -48,44 +47,60 @@ class JudgeReward(Scorer):
 
     def __init__(
         self,
-        scoring: JudgeScoring,
+        judge: Judge,
         *,
+        rubric: Rubric | str = "correctness",
         name: str = "judge",
+        mode: Literal["score", "pairwise"] = "score",
         show: Show = "final_answer",
-        safety: Safety | None = None,
-        cache: ReplyCache | None = None,
+        output: Output = "json",
+        max_tokens: int = 1024,
+        temperature: float | None = 0.0,
+        deadline: float | None = None,
+        cache: ReplyCache | Path | None = None,
+        canaries: CanaryConfig | None = None,
         shadow: str | None = None,
     ) -> None:
+        """`judge` is any object with `identity` and `async ask(requests)`; the rest is as in a recipe."""
         self.name = name
         self.shadow = shadow
         """The name of the verifier that `shadow_metrics` compares with."""
+        rubric = load_rubric(rubric) if isinstance(rubric, str) else rubric
+        kind = PairwiseFormat if mode == "pairwise" else RubricFormat
+        self._cache = ReplyCache(cache) if isinstance(cache, Path) else cache
+        self._panel = JudgePanel(
+            judge,
+            kind(rubric=rubric, output=output),
+            cache=self._cache,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            deadline=deadline,
+        )
         self._show = show
-        self._safety = safety or Safety()
-        self._cache = cache
-        self._loop = BackgroundLoop()
-        self._scoring = scoring
+        self._canaries = canaries or CanaryConfig()
+        self._loop = BackgroundLoop("flatpeak-judge")
         self._examples: tuple[Candidate, ...] | None = None
         self._canary_rate: float | None = None
         self._stopping: Callable[[], bool] = lambda: False
-        self._cost_log: CostLog | None = None
+        self._spent_file: Path | None = None
         self._notices: list[str] = []
         self._notified: set[str] = set()
 
     @property
     def template_hash(self) -> str:
         """12 hexadecimal digits that change with any word of the prompt or the rubric; every transcript has them."""
-        return self._scoring.panel.template
+        return self._panel.template
 
     def attach(self, directory: Path, *, stopping: Callable[[], bool] | None = None) -> None:
-        """Write transcripts into a run's directory; once `stopping()` is true, JudgeInterruptedError ends a wait.
+        """Write transcripts into a run's directory; once `stopping()` is true, StoppedError ends a wait.
 
         The calls and cost of the run are logged there too, so that a resumed run counts them against its budget.
         """
-        self._scoring.panel.transcripts.attach(directory / TRANSCRIPTS / f"{self.name}.jsonl")
+        self._panel.transcripts.attach(directory / TRANSCRIPTS / f"{self.name}.jsonl")
         self._stopping = stopping or self._stopping
-        if (judge := self._scoring.panel.judge) and hasattr(judge, "spent") and hasattr(judge, "add_spent"):
-            self._cost_log = CostLog(directory / TRANSCRIPTS / f"{self.name}.spent.json")
-            judge.add_spent(*self._cost_log.read())
+        if (judge := self._panel.judge) and hasattr(judge, "spent") and hasattr(judge, "add_spent"):
+            self._spent_file = directory / TRANSCRIPTS / f"{self.name}.spent.json"
+            judge.add_spent(*_read_spent(self._spent_file))
 
     def prepare(self, examples: Sequence[Example]) -> CanaryReport | None:
         """Check that the judge prefers a right answer to a wrong one, then run the canaries; UserError if it fails.
@@ -94,7 +109,7 @@ class JudgeReward(Scorer):
         """
         candidates = [Candidate(question=e.question, reference=e.gold, text="") for e in examples]
         self._examples = tuple(candidates[:_CANARY_EXAMPLES])
-        self._run(check_judge(self._scoring, self._examples))
+        self._run(check_judge(self._panel, self._examples))
         return self.run_canaries()
 
     def run_canaries(self) -> CanaryReport | None:
@@ -102,13 +117,13 @@ class JudgeReward(Scorer):
 
         None where they are switched off.
         """
-        if not self._safety.canaries:
+        if not self._canaries.enabled:
             return None
         if self._examples is None:
             raise ValueError("call prepare first: it has the examples")
-        report: CanaryReport = self._run(run_canaries(self._scoring, self._examples))
+        report = self._run(run_canaries(self._panel, self._examples))
         self._canary_rate = report.false_positive_rate
-        if report.false_positive_rate > self._safety.max_false_positive_rate:
+        if report.false_positive_rate > self._canaries.max_false_positive_rate:
             names = ", ".join(dict.fromkeys(report.fooled_by))
             raise UserError(
                 f"reward {self.name!r}: the judge is fooled by {len(report.fooled_by)} of {report.judged} worthless "
@@ -123,21 +138,16 @@ class JudgeReward(Scorer):
         """A score for every completion; missing without a verdict. UserError where too few questions have one."""
         if self._examples is None and groups:
             self.prepare([group.prompt.example for group in groups])
-        verdicts = self.verdicts(groups)
+        candidates = [self._candidates(group) for group in groups]
+        verdicts = self._run(self._panel.grade(candidates))
         self._check_valid_fraction()
         missing = [verdict for group in verdicts for verdict in group if verdict.score is None]
         return ComponentScores(
             scores=[[verdict.score for verdict in group] for group in verdicts],
             failed=len(missing),
-            first_error=JudgeError(_missing_reason(missing[0])) if missing else None,
+            first_error=JudgeError(f"the judge gave no score: {missing[0].reason}") if missing else None,
             tolerated=True,  # the valid fraction is their limit
         )
-
-    def verdicts(self, groups: Sequence[Group], *, fresh: bool = False) -> list[list[Verdict]]:
-        """The verdict on every completion, without checks of the judge; `fresh` ignores the cache."""
-        candidates = [self._candidates(group) for group in groups]
-        verdicts: list[list[Verdict]] = self._run(self._scoring.verdicts(candidates, fresh=fresh))
-        return verdicts
 
     def answer(self, completion: Completion, prompt: Prompt) -> str | None:
         """The text that the judge sees; None if it is empty."""
@@ -145,7 +155,7 @@ class JudgeReward(Scorer):
 
     def metrics(self) -> dict[str, float]:
         """`judge/...` (`judge/NAME/...` for a part of another name) since the last call; defined in docs/judges.md."""
-        metrics = self._scoring.panel.counts.take()
+        metrics = self._panel.metrics()
         if self._canary_rate is not None:
             metrics["canary_false_positive_rate"] = self._canary_rate
         prefix = "judge" if self.name == "judge" else f"judge/{self.name}"
@@ -153,19 +163,19 @@ class JudgeReward(Scorer):
 
     def notices(self) -> list[str]:
         """Messages for the user since the last call, each only once."""
-        judge = self._scoring.panel.judge
+        judge = self._panel.judge
         for text in getattr(judge, "take_notices", list)():
             self._notify(f"reward {self.name!r}: {text}")
         if self._cache is not None and self._cache.error is not None:
             self._notify(f"reward {self.name!r}: the cache is not used any more: {self._cache.error}")
-        if (error := self._scoring.panel.transcripts.error) is not None:
+        if (error := self._panel.transcripts.error) is not None:
             self._notify(f"reward {self.name!r}: transcripts are not written any more: {error}")
         notices, self._notices = self._notices, []
         return notices
 
     def close(self) -> None:
         """Cancel pending requests, and close connections, cache and thread."""
-        closing = getattr(self._scoring.panel.judge, "close", None)
+        closing = getattr(self._panel.judge, "close", None)
         try:
             if closing is not None:
                 self._loop.run(closing())
@@ -174,12 +184,12 @@ class JudgeReward(Scorer):
             if self._cache is not None:
                 self._cache.close()
 
-    def _run(self, coroutine: Any) -> Any:
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         try:
             return self._loop.run(coroutine, stopping=self._stopping)
         finally:
-            if self._cost_log is not None:
-                self._cost_log.write(*cast("Any", self._scoring.panel.judge).spent())
+            if self._spent_file is not None:
+                _write_spent(self._spent_file, *cast("Any", self._panel.judge).spent())
 
     def _candidates(self, group: Group) -> list[Candidate]:
         example = group.prompt.example
@@ -193,7 +203,7 @@ class JudgeReward(Scorer):
         ]
 
     def _check_valid_fraction(self) -> None:
-        recent = self._scoring.panel.counts.recent
+        recent = self._panel.recent
         reasons = [reason for reason in recent if reason is not None]
         valid = len(recent) - len(reasons)
         if len(recent) >= _FEWEST_VERDICTS and valid < _MIN_VALID_FRACTION * len(recent):
@@ -209,34 +219,68 @@ class JudgeReward(Scorer):
             self._notices.append(text)
 
 
-def _missing_reason(verdict: Verdict) -> str:
-    return f"the judge gave no score: {verdict.reason}"
+def _read_spent(path: Path) -> tuple[int, float]:
+    """(calls, cost) of a run until now; zeros where the file is absent or damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        calls, cost = int(content["calls"]), float(content["cost"])
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
+        return 0, 0.0
+    return (calls, cost) if calls >= 0 and cost >= 0 and math.isfinite(cost) else (0, 0.0)
 
 
-class CostLog:
-    """The calls and cost of a run in a small JSON file, replaced whole at every write.
+def _write_spent(path: Path, calls: int, cost: float) -> None:
+    """Replace the file whole. A failure costs no scores: the notice of the transcripts, on the same disk, is enough."""
+    new = path.with_suffix(".new")
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new.write_text(json.dumps({"calls": calls, "cost": cost}) + "\n", encoding="utf-8")
+        new.replace(path)
 
-    A failed write costs no scores and gives no notice: that of the transcripts, on the same disk, is enough.
-    """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+judge_reward = JudgeReward
+"""The name for Python's users: `judge_reward(judge, rubric="weighted")`."""
 
-    def read(self) -> tuple[int, float]:
-        """(calls, cost) of the run until now; zeros where the file is absent or damaged."""
-        try:
-            content = json.loads(self._path.read_text(encoding="utf-8"))
-            calls, cost = int(content["calls"]), float(content["cost"])
-        except (OSError, ValueError, TypeError, KeyError, OverflowError):
-            return 0, 0.0
-        return (calls, cost) if calls >= 0 and cost >= 0 and math.isfinite(cost) else (0, 0.0)
 
-    def write(self, calls: int, cost: float) -> None:
-        """Replace the file's calls and cost."""
-        new = self._path.with_suffix(".new")
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            new.write_text(json.dumps({"calls": calls, "cost": cost}) + "\n", encoding="utf-8")
-            new.replace(self._path)
-        except OSError:
-            return
+def build_judge_reward(name: str, config: JudgeConfig) -> JudgeReward:
+    """The judge reward of a recipe; UserError where the rubric, the key or the judge is missing."""
+    try:
+        rubric = load_rubric(config.rubric)  # before a model is loaded
+        return JudgeReward(
+            _judge(name, config),
+            rubric=rubric,
+            name=name,
+            mode=config.mode,
+            show=config.show,
+            output=config.output,
+            max_tokens=config.max_tokens,
+            temperature=config.temperature,
+            deadline=config.deadline,
+            cache=None if config.cache is None else config.cache.expanduser(),
+            canaries=config.canaries,
+            shadow=config.shadow,
+        )
+    except UserError as error:
+        raise UserError(f"rewards.{name}: {error}") from None
+
+
+def _judge(name: str, config: JudgeConfig) -> Judge:
+    match config.backend:
+        case EndpointConfig() as endpoint:
+            from flatpeak.rewards.judge.client import EndpointJudge
+
+            return EndpointJudge(name, config, endpoint)
+        case LocalConfig() as local:
+            from flatpeak.rewards.judge.local import LocalJudge
+
+            return LocalJudge(
+                local.path, dtype=local.dtype, device=local.device, batch_size=local.batch_size, revision=local.revision
+            )
+        case CustomJudgeConfig() as custom:
+            judge = load_function(custom.factory)(**custom.arguments)
+            if not callable(getattr(judge, "ask", None)) or not isinstance(getattr(judge, "identity", None), str):
+                raise UserError(
+                    f"backend.factory={custom.factory} must return an object with `identity`, a text, and "
+                    "`async ask(requests)`"
+                )
+            return cast("Judge", judge)

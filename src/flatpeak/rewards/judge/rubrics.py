@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Final, Protocol
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.judge.protocol import NoVerdictError, Output, number_field, parse_fields
+from flatpeak.rewards.judge.prompt import rejection_reason
+from flatpeak.rewards.judge.protocol import Candidate, Verdict
+from flatpeak.utils.answers import after_thinking
 from flatpeak.utils.schema import StrictConfig
+
+Output = Literal["json_schema", "json"]
 
 _BUILT_IN: Final = Path(__file__).parents[1] / "rubrics"
 _WORD: Final = r"^[a-z][a-z0-9_]*$"
 _RESERVED: Final = frozenset({"rationale", "better"})
+_MAX_CHARACTERS: Final = 20_000
+_MAX_BRACES: Final = 50
+_OBJECT: Final = re.compile(r'\{\s*"')
+"""The beginning of a JSON object; sets and LaTeX have braces too."""
 _PAIRWISE_SCORES: Final = {"a": 1.0, "tie": 0.5, "b": 0.0}
 
 
@@ -59,6 +69,13 @@ class Criterion(StrictConfig):
     def normalized(self, mark: float) -> float:
         """(mark - low) / (high - low)."""
         return (mark - self.low) / (self.high - self.low)
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """The possible marks, in a JSON schema."""
+        if self.levels is not None:
+            return {"enum": list(self.levels)}
+        return {"minimum": self.low, "maximum": self.high}
 
     @property
     def scale(self) -> str:
@@ -134,85 +151,136 @@ def load_rubric(reference: str) -> Rubric:
         raise UserError(f"rubric {reference}: {location + ': ' if location else ''}{problem['msg']}") from error
 
 
-class VerdictFormat(Protocol):
-    """The format of a verdict: the instructions for it, and the reading of a reply."""
-
-    @property
-    def instructions(self) -> str:
-        """Instructions on the marks and on the form of the reply."""
-        ...
-
-    @property
-    def schema(self) -> dict[str, Any] | None:
-        """The JSON schema of the reply; None where none is sent."""
-        ...
-
-    @property
-    def best_reply(self) -> str:
-        """The reply with the highest score, as an attacker would write it."""
-        ...
-
-    def parse(self, text: str) -> float:
-        """The score in a reply, from 0 to 1; NoVerdictError without one."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
-class RubricFormat:
-    """A verdict with one mark for every criterion."""
+class VerdictFormat(ABC):
+    """A way to grade: what is asked about a candidate, in which form, and how the replies are read."""
 
     rubric: Rubric
     output: Output
+
+    @abstractmethod
+    def rule(self, candidate: Candidate) -> Verdict | None:
+        """The verdict that needs no judge; None where one is needed."""
+
+    @abstractmethod
+    def questions(self, candidate: Candidate) -> list[dict[str, str]]:
+        """The named texts of each request about a candidate."""
+
+    @abstractmethod
+    def combined(self, verdicts: Iterator[Verdict]) -> Verdict:
+        """The verdict on a candidate; takes one verdict for each of its questions."""
+
+    @property
+    @abstractmethod
+    def instructions(self) -> str:
+        """Instructions on the marks and, in the last line, on the form of the reply."""
+
+    @property
+    @abstractmethod
+    def properties(self) -> dict[str, Any]:
+        """The JSON schemas of the reply's fields, rationale aside."""
+
+    @property
+    @abstractmethod
+    def best_reply(self) -> str:
+        """The reply with the highest score, as an attacker would write it."""
+
+    @abstractmethod
+    def parse(self, text: str) -> float:
+        """The score in a reply, from 0 to 1; NoVerdictError without one."""
+
+    @property
+    def schema(self) -> dict[str, Any] | None:
+        """The JSON schema of the reply, with the rationale first so that the marks follow from it; None: not sent."""
+        if self.output != "json_schema":
+            return None
+        properties = {"rationale": {"type": "string"}, **self.properties}
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": list(properties),
+            "additionalProperties": False,
+        }
+
+
+class RubricFormat(VerdictFormat):
+    """One mark for every criterion, against the reference."""
+
+    def rule(self, candidate: Candidate) -> Verdict | None:
+        """0 for an answer that says nothing."""
+        rule = rejection_reason(candidate.text, candidate.reference)
+        return None if rule is None else Verdict(score=0.0, reason=rule)
+
+    def questions(self, candidate: Candidate) -> list[dict[str, str]]:
+        """Question, reference and answer."""
+        return [{"question": candidate.question, "reference answer": candidate.reference, "answer": candidate.text}]
+
+    def combined(self, verdicts: Iterator[Verdict]) -> Verdict:
+        """The verdict of the one request."""
+        return next(verdicts)
 
     @property
     def instructions(self) -> str:
         """The criteria with their scales, then the form of the reply."""
         criteria = [f"- {name} ({c.scale}): {c.question.strip()}" for name, c in self.rubric.criteria.items()]
         guidance = [self.rubric.guidance.strip()] if self.rubric.guidance.strip() else []
-        return "\n".join(["Mark each of these:", *criteria, *guidance, self._reply_form])
+        marks = ", ".join(f'"{name}": mark' for name in self.rubric.criteria)
+        form = f'Reply with one JSON object and nothing else: {{"rationale": "two sentences at most", {marks}}}'
+        return "\n".join(["Mark each of these:", *criteria, *guidance, form])
 
     @property
-    def _reply_form(self) -> str:
-        names = list(self.rubric.criteria)
-        marks = ", ".join(f'"{name}": mark' for name in names)
-        return f'Reply with one JSON object and nothing else: {{"rationale": "two sentences at most", {marks}}}'
-
-    @property
-    def schema(self) -> dict[str, Any] | None:
-        """The JSON schema, with the rationale first so that the marks follow from it."""
-        if self.output != "json_schema":
-            return None
-        marks: dict[str, Any] = {}
-        for name, criterion in self.rubric.criteria.items():
-            marks[name] = {"type": "number"}
-            if criterion.levels is not None:
-                marks[name]["enum"] = list(criterion.levels)
-            else:
-                marks[name] |= {"minimum": criterion.low, "maximum": criterion.high}
-        return _object_schema({"rationale": {"type": "string"}, **marks})
+    def properties(self) -> dict[str, Any]:
+        """A number for each criterion."""
+        return {name: {"type": "number", **criterion.limits} for name, criterion in self.rubric.criteria.items()}
 
     @property
     def best_reply(self) -> str:
         """The reply with the highest marks."""
         marks = {name: criterion.high for name, criterion in self.rubric.criteria.items()}
-        return _reply_text(marks, "The answer agrees with the reference in every respect.")
+        return json.dumps({"rationale": "The answer agrees with the reference in every respect.", **marks})
 
     def parse(self, text: str) -> float:
         """The rubric's score; every mark has to be present and allowed, none is clipped into its range."""
         fields = parse_fields(text)
-        marks = {name: number_field(fields, name) for name in self.rubric.criteria}
-        for name, mark in marks.items():
-            if not self.rubric.criteria[name].allows(mark):
-                raise NoVerdictError(f"{name} was {mark:g}, but has to be {self.rubric.criteria[name].scale}")
+        marks: dict[str, float] = {}
+        for name, criterion in self.rubric.criteria.items():
+            if name not in fields:
+                raise NoVerdictError(f"{name} was missing")
+            mark = fields[name]
+            if isinstance(mark, bool) or not isinstance(mark, int | float):
+                raise NoVerdictError(f"{name} was not a number")
+            if not criterion.allows(mark):
+                raise NoVerdictError(f"{name} was {mark!s:.40}, but has to be {criterion.scale}")
+            marks[name] = mark
         return self.rubric.score(marks)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PairwiseFormat:
-    """A verdict on the better of two answers: 1 for A, 0 for B, 0.5 for a tie."""
+class PairwiseFormat(VerdictFormat):
+    """The better of answer and reference: 1 for a win, 0.5 for a tie, 0 for a loss.
 
-    rubric: Rubric
-    output: Output
+    Both orders are asked, and a verdict that depends on the order is a tie; the score is missing where an order has no
+    verdict.
+    """
+
+    def rule(self, candidate: Candidate) -> Verdict | None:
+        """An answer that says nothing loses, and one that equals the reference ties."""
+        rule = rejection_reason(candidate.text, candidate.reference)
+        if rule is not None:
+            return Verdict(score=0.0, reason=rule)
+        return Verdict(score=0.5) if candidate.text.strip() == candidate.reference.strip() else None
+
+    def questions(self, candidate: Candidate) -> list[dict[str, str]]:
+        """The candidate first, then the reference first."""
+        orders = ((candidate.text, candidate.reference), (candidate.reference, candidate.text))
+        return [{"question": candidate.question, "answer A": first, "answer B": second} for first, second in orders]
+
+    def combined(self, verdicts: Iterator[Verdict]) -> Verdict:
+        """The verdict of both orders: a tie where they differ."""
+        candidate_first, reference_first = next(verdicts), next(verdicts)
+        if candidate_first.score is None or reference_first.score is None:
+            return candidate_first if candidate_first.score is None else reference_first
+        agree = candidate_first.score == 1.0 - reference_first.score
+        return Verdict(score=candidate_first.score if agree else 0.5)
 
     @property
     def instructions(self) -> str:
@@ -226,18 +294,14 @@ class PairwiseFormat:
         return "\n".join(["Say which answer is better by these:", *criteria, order, form])
 
     @property
-    def schema(self) -> dict[str, Any] | None:
-        """The JSON schema: A, B or tie."""
-        if self.output != "json_schema":
-            return None
-        return _object_schema(
-            {"rationale": {"type": "string"}, "better": {"type": "string", "enum": ["A", "B", "tie"]}}
-        )
+    def properties(self) -> dict[str, Any]:
+        """A, B or tie."""
+        return {"better": {"type": "string", "enum": ["A", "B", "tie"]}}
 
     @property
     def best_reply(self) -> str:
         """The reply in which the first answer wins."""
-        return _reply_text({"better": "A"}, "Answer A is better in every respect.")
+        return json.dumps({"rationale": "Answer A is better in every respect.", "better": "A"})
 
     def parse(self, text: str) -> float:
         """The score from A's point of view."""
@@ -247,14 +311,52 @@ class PairwiseFormat:
         return _PAIRWISE_SCORES[choice.lower()]
 
 
-def _object_schema(properties: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": dict(properties),
-        "required": list(properties),
-        "additionalProperties": False,
-    }
+class NoVerdictError(Exception):
+    """A reply that cannot be read as a verdict; its text says why, in words for the judge's repair request."""
 
 
-def _reply_text(fields: Mapping[str, Any], rationale: str) -> str:
-    return json.dumps({"rationale": rationale, **fields})
+def parse_fields(text: str) -> dict[str, Any]:
+    """The fields of the verdict in a reply, without the judge's thinking.
+
+    The verdict is the one JSON object at the top level of the reply, with nothing but a closing fence after it. A judge
+    may quote a verdict from the answer it grades, indistinguishable from its own: a reply with two that differ, or with
+    a malformed one before the last, holds no verdict.
+    """
+    reply = after_thinking(text).strip()
+    if not reply:
+        raise NoVerdictError("it was empty, or ended within the thinking")
+    # The end of a long reply decides, and a reply of any length is cheap to read.
+    reply = reply[-_MAX_CHARACTERS:].removesuffix("```").rstrip()
+    decoder = json.JSONDecoder(object_pairs_hook=_without_duplicates, parse_constant=_reject_constant)
+    earlier: list[dict[str, Any]] = []
+    begin = _OBJECT.search(reply)
+    for _ in range(_MAX_BRACES):
+        if begin is None:
+            break
+        try:
+            content, end = decoder.raw_decode(reply, begin.start())
+        except (ValueError, RecursionError):
+            break
+        if end == len(reply):
+            if any(_conflict(content, other) for other in earlier):
+                raise NoVerdictError("it held several JSON objects that differ")
+            return content  # type: ignore[no-any-return]
+        earlier.append(content)
+        begin = _OBJECT.search(reply, end)
+    raise NoVerdictError("it did not end with one valid JSON object")
+
+
+def _conflict(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two objects differ in a field that both have, rationales aside."""
+    return any(one[name] != other[name] for name in one.keys() & other.keys() - {"rationale"})
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return fields
+
+
+def _reject_constant(constant: str) -> float:
+    raise ValueError(f"{constant} is not JSON")

@@ -16,7 +16,7 @@ from flatpeak.rewards.math.rule_grader import read_answer, rule_verdict, suits_m
 from flatpeak.rewards.math.syntax_tree import MAX_CHARACTERS, OverLimitError
 from flatpeak.rewards.math.unevaluated import only_evaluated
 from flatpeak.rewards.workers.pool import NOT_CALLED, WorkerError, WorkerPool
-from flatpeak.rewards.workers.process import LIMITS
+from flatpeak.rewards.workers.worker import LIMITS
 from flatpeak.utils.user_code import one_line
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from flatpeak.errors import UserError
 from flatpeak.rewards.base import ComponentScores, Isolation, join_scores
 from flatpeak.rewards.checked_calls import PATIENCE
 from flatpeak.rewards.workers.pool import NOT_CALLED, WorkerError, WorkerPool
-from flatpeak.rewards.workers.process import LIMITS
+from flatpeak.rewards.workers.worker import LIMITS
 from flatpeak.utils.user_code import one_line
 
 if TYPE_CHECKING:

@@ -16,9 +16,8 @@ from threading import Event, Lock
 from typing import Any, Final, TypeVar
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.workers import process as processes
-from flatpeak.rewards.workers.process import WorkerError as WorkerError
-from flatpeak.rewards.workers.worker import ForkServer, add_loaded
+from flatpeak.rewards.workers.worker import ForkServer, add_loaded, limit_waiting
+from flatpeak.rewards.workers.worker import WorkerError as WorkerError
 from flatpeak.utils.child_process import ending, kill_group
 from flatpeak.utils.user_code import user_files
 
@@ -201,7 +200,7 @@ class _Worker:
         """Send a request and read its answers: at least one, and not all where the last one cost the process."""
         answers, expected = list[Any](), len(request[3]) if request[0] == "call" else 1
         try:
-            processes.limit_waiting(pipe, seconds)
+            limit_waiting(pipe, seconds)
             pipe.send_bytes(pickle.dumps(request))
             while len(answers) < expected:
                 answers.append(_result(pipe.recv_bytes()))

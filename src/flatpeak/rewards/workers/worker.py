@@ -1,13 +1,16 @@
-"""The code that worker processes run, and the fork server, which starts them and may have loaded a function before."""
+"""Worker processes: their limits, signals and output, the code they run, and the fork server that starts them."""
 
 from __future__ import annotations
 
 import gc
 import os
 import pickle
+import resource
 import signal
 import socket
+import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,15 +18,24 @@ from io import BytesIO
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
-from threading import Lock
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.workers import process as processes
-from flatpeak.rewards.workers.process import FORK, PASSED_ON, SPARE_SECONDS, WorkerError
 from flatpeak.utils.child_process import ChildProcess, Parent, kill_group
-from flatpeak.utils.user_code import load_file, one_line, user_files
+from flatpeak.utils.redaction import redact
+from flatpeak.utils.user_code import OneLineError, load_file, one_line, user_files
 
+SPARE_SECONDS: Final = 1.0
+FORK: Final = 0
+"""The request to a fork server for a new worker; any other number is the process id of a worker, to be ended."""
+PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+Reason = Literal["raised", "died", "timeout", "memory", "budget", "unloadable"]
+LIMITS: Final[frozenset[Reason]] = frozenset({"timeout", "memory", "budget"})
+"""Reasons that a call may bring about by its cost in time or memory."""
+OUTPUT_PREFIX: Final = "reward: "
+"""Text before every line that a worker prints."""
+_CHUNK: Final = 65536
 MAX_LOADED: Final = 32
 """Functions that a worker keeps loaded."""
 _OUT_OF_MEMORY: Final = pickle.dumps(("memory", "a worker process ran out of the memory it may use"))
@@ -32,12 +44,107 @@ _FILES: dict[str, str] = {}
 """The user's files that may be run here, by module name."""
 
 
+class WorkerError(OneLineError):
+    """The failure of a call that has no result; the text gives the reason on one line."""
+
+    def __init__(self, reason: Reason, text: str) -> None:
+        super().__init__(reason, text)
+        self.reason = reason
+        """raised: by the function; died: its process; timeout: killed; memory: it wanted more than it may have; budget:
+        not called, because the step's time was spent; unloadable: cannot travel to a process."""
+
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+
+def limit_waiting(pipe: Connection, seconds: float) -> None:
+    """Let reading from the pipe, or writing to it, raise BlockingIOError after so many seconds from now on."""
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    channel = socket.socket(fileno=pipe.fileno())
+    try:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            channel.setsockopt(socket.SOL_SOCKET, option, limit)
+    finally:
+        channel.detach()
+
+
+def close_in_children(pipe: Connection) -> None:
+    """Keep the pipe from all children of this process: they must not answer for it."""
+    os.set_inheritable(pipe.fileno(), False)
+    os.register_at_fork(after_in_child=pipe.close)
+
+
+def set_limits(pipe: Connection, memory_bytes: int | None) -> None:
+    """Prepare a worker process: its limits, its signals, and a pipe that its children do not have."""
+    close_in_children(pipe)
+    with suppress(OSError):  # where memory runs out all the same, it is not the trainer that is chosen
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if memory_bytes is not None:
+        # Data, not address space: libraries reserve far more of that than they use, CUDA's by hundreds of times.
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    for number in PASSED_ON:
+        signal.signal(number, lambda *_: None)  # not SIG_IGN: programs that a function runs would inherit it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+
+
+def set_alarm(seconds: float) -> None:
+    """Let the kernel end this process after so many seconds, also where the trainer is gone; 0 cancels that."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def exit_worker(pid: int) -> None:
+    """End this process and its children; `pid` is the worker's, which a forked child does not have."""
+    if os.getpid() == pid == os.getpgrp():
+        kill_group(pid)
+    os._exit(0)
+
+
+def extend_path(path: Sequence[str]) -> None:
+    """Search for modules in these directories too."""
+    sys.path += [directory for directory in path if directory not in sys.path]
+
+
+def capture_output() -> int:
+    """A descriptor for a process's standard output and error; the caller closes its own copy once that has started.
+
+    A thread passes on the output until every process that holds it has ended, to standard error, because standard
+    output may be a result that a program reads. Processes that wrote to the terminal
+    themselves would write into each other's lines, and into a live display.
+    """
+    source, sink = os.pipe()
+    threading.Thread(target=_pass_on, args=(source,), name="flatpeak-reward-output", daemon=True).start()
+    return sink
+
+
+def _pass_on(source: int) -> None:
+    rest = b""
+    while chunk := os.read(source, _CHUNK):
+        *lines, rest = (rest + chunk).split(b"\n")
+        if lines:
+            _print(lines)
+    os.close(source)
+    if rest:
+        _print([rest])
+
+
+def _print(lines: list[bytes]) -> None:
+    """Write lines without their secrets, at once, because a live display redraws itself after every write."""
+    printed = redact("\n".join(line.decode(errors="replace") for line in lines))
+    text = "".join(f"{OUTPUT_PREFIX}{line}\n" for line in printed.split("\n"))
+    # Looked up each time: a live display replaces it while it lasts. Nothing can be done where it is closed.
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
 def serve_forks(parent: Parent, memory_bytes: int | None) -> None:
     """Run a fork server: load one function, then fork workers, and end them."""
     pid, control = os.getpid(), parent.pipe
     functions: dict[bytes, Callable[..., Any]] = {}
     try:
-        processes.set_limits(control, memory_bytes)
+        set_limits(control, memory_bytes)
         code, content = pickle.loads(control.recv_bytes())
         control.send_bytes(_load(functions, code, *content))
         gc.collect()
@@ -50,7 +157,7 @@ def serve_forks(parent: Parent, memory_bytes: int | None) -> None:
                 answer = _end(request)
             control.send_bytes(pickle.dumps(answer))
     except (EOFError, OSError):
-        processes.exit_worker(pid)
+        exit_worker(pid)
 
 
 def _fork(channel: int, output: int, functions: dict[bytes, Callable[..., Any]]) -> int:
@@ -67,7 +174,7 @@ def _fork(channel: int, output: int, functions: dict[bytes, Callable[..., Any]])
     os.dup2(output, 2)
     os.close(output)
     pipe = Connection(channel)
-    processes.close_in_children(pipe)
+    close_in_children(pipe)
     _answer_all(os.getpid(), pipe, functions)
     os._exit(1)
 
@@ -92,18 +199,18 @@ def _answer_all(pid: int, pipe: Connection, functions: dict[bytes, Callable[...,
         while True:
             task, code, timeout, content = pickle.loads(pipe.recv_bytes())
             for message in content if task == "call" else [None]:
-                processes.set_alarm(timeout + SPARE_SECONDS)
+                set_alarm(timeout + SPARE_SECONDS)
                 answer = _load(functions, code, *content) if message is None else _answer(functions[code], message)
-                processes.set_alarm(0)
+                set_alarm(0)
                 pipe.send_bytes(answer)
                 if answer == _OUT_OF_MEMORY:
-                    processes.exit_worker(pid)
+                    exit_worker(pid)
     except (EOFError, OSError):
-        processes.exit_worker(pid)
+        exit_worker(pid)
 
 
 def _load(functions: dict[bytes, Callable[..., Any]], code: bytes, path: Sequence[str], files: dict[str, str]) -> bytes:
-    processes.extend_path(path)
+    extend_path(path)
     _FILES.update(files)
     try:
         add_loaded(functions, code, _loads(code))
@@ -166,7 +273,7 @@ class ForkServer:
         self._child: ChildProcess | None = None
         self.loaded = False
         """Whether it can fork at once."""
-        self._lock = Lock()
+        self._lock = threading.Lock()
 
     def ready(self) -> None:
         """Start it if it does not run. WorkerError where the function does not load, OSError or EOFError else."""
@@ -182,7 +289,7 @@ class ForkServer:
 
     def fork(self, channel: socket.socket) -> int:
         """The process id of a worker that serves the channel. OSError or EOFError where the server is lost."""
-        output = processes.capture_output()
+        output = capture_output()
         try:
             with self._lock:
                 return self._ask(FORK, channel.fileno(), output)
@@ -223,7 +330,7 @@ class ForkServer:
         return answer
 
     def _start(self) -> None:
-        output = processes.capture_output()
+        output = capture_output()
         # A process inherits the mask. Batch systems signal all processes of a job, and this one decides what
         # happens then; the new one unblocks them once it has its own handlers.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
@@ -233,7 +340,7 @@ class ForkServer:
             os.close(output)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         control = self._child.pipe
-        processes.limit_waiting(control, self._seconds)
+        limit_waiting(control, self._seconds)
         control.send_bytes(pickle.dumps((self.code, (sys.path, user_files()))))
         outcome, text = pickle.loads(control.recv_bytes())
         if outcome != "done":

@@ -36,11 +36,11 @@ class UnreachableError(ServerError):
 
 
 class LostAnswerError(ServerError):
-    """A connection that broke, or an answer that did not come in time or not whole."""
+    """A connection that broke, or an answer that was late or incomplete."""
 
 
 class UnreadableAnswerError(ServerError):
-    """An answer that is not the JSON that was asked for."""
+    """An answer that is not JSON of the expected form."""
 
 
 class StatusError(ServerError):
@@ -51,7 +51,7 @@ class StatusError(ServerError):
         self.status = status
         self.text = text
         self.retry_after = retry_after
-        """Seconds after which the server wants to be asked again, if it says so."""
+        """Seconds after which to try again, if the server says so."""
 
     @property
     def retried(self) -> bool:
@@ -93,8 +93,8 @@ class HTTPClient:
         except OSError as error:
             raise UnreachableError(f"no connection ({brief(error)})") from error
 
-    def hang_up(self) -> None:
-        """Break off all requests that wait for an answer: LostAnswerError in the threads that made them."""
+    def abort(self) -> None:
+        """Break off all requests without an answer: LostAnswerError in the threads that made them."""
         with self._changing:
             for connected in self._open:
                 with suppress(OSError):

@@ -138,7 +138,7 @@ class NCCLChannel:
     def _check(self, result: int) -> None:
         """NCCLError unless a call succeeded."""
         if result not in (SUCCESS, IN_PROGRESS):
-            # A mismatch of versions and a GPU that both sides use are told here alone.
+            # NCCL reports a mismatch of versions, and a GPU that both sides use, only here.
             words = (self._nccl.ncclGetErrorString(result), self._nccl.ncclGetLastError(self._comm))
             text = ": ".join(word.decode("utf-8", "replace") for word in words if word)
             raise NCCLError(

@@ -1,4 +1,7 @@
-"""A sampler over vLLM servers: their weights follow the policy's, and no completion of other weights is returned."""
+"""A sampler over vLLM servers, and a thread that draws ahead from them.
+
+The servers' weights follow the policy's, and no completion of other weights is returned.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 from flatpeak.errors import RunError
 from flatpeak.protocols import Sampler, ServedPolicy
+from flatpeak.rollout.ahead import Background, answer_request
 from flatpeak.rollout.config import VLLMConfig
 from flatpeak.rollout.slots import check_request
 from flatpeak.rollout.stopping import StopStrings
@@ -23,18 +28,20 @@ from flatpeak.rollout.vllm.weight_versions import WeightFiles, WeightTensors, We
 from flatpeak.types import Completion, Group, Prompt, SamplingParams
 from flatpeak.utils.redaction import Secret
 
+STOP_PATIENCE: Final = 10.0
+"""Seconds that a drawing may go on once the run is to stop: what is whole by then is in the checkpoint."""
 ATTEMPTS: Final = 8
-"""Answers that a group may fail to get before the run fails; attempts to connect do not count."""
+"""Failed requests for a group before the run fails; attempts to connect do not count."""
 _PLAIN: Final = SamplingParams()
 
 
 class VLLMSampler(Sampler):
-    """A sampler over servers that draw with the policy's weights of now.
+    """A sampler over servers that draw with the policy's current weights.
 
     At the beginning of every call the weights are published if they have changed, and servers load them; every
-    completion says which weights drew it, and is asked for again where these are not the current ones. A server that
-    died is left out until it answers, and gets the weights before it is asked. Requests that fail for want of a
-    connection, of time or of an orderly answer are repeated elsewhere with the same seeds.
+    completion names the weights that drew it, and is requested again if these are not the current weights. A server
+    that died gets no requests until it answers a ping, and gets the weights first. Requests without a connection, a
+    timely answer or a readable answer are repeated on other servers with the same seeds.
 
     Log-probabilities are vLLM's own: they agree with the trainer's to rounding, never to the bit.
     """
@@ -76,7 +83,7 @@ class VLLMSampler(Sampler):
             first_delay=first_delay,
         )
         with ExitStack() as refused:
-            refused.callback(self._pool.close)  # the ways into servers that were met before
+            refused.callback(self._pool.close)  # the connections to servers before the one that fails
             self._pool.connect()
             # On a CPU vLLM computes with copies of matrices in another layout. A tied output layer has one too, which
             # is made anew only where its weights are among those that are loaded.
@@ -141,9 +148,9 @@ class VLLMSampler(Sampler):
             self._pool.sleep()
 
     def update(self, *, freeze: bool = False) -> WeightVersion:
-        """Give the servers the weights of now, if they do not have them; every request begins with it.
+        """Give the servers the current weights, if they do not have them; every request begins with it.
 
-        `freeze` keeps them for servers that come late, as the policy is about to change.
+        `freeze` copies the weights for servers that return later, because the policy is about to change.
         """
         started = time.perf_counter()
         version = self._weights.current()
@@ -154,7 +161,7 @@ class VLLMSampler(Sampler):
         return version
 
     def measured(self) -> Mapping[str, float]:
-        """Seconds of weight updates, and counts of what was asked again, since the last call."""
+        """Seconds of weight updates, and counts of repeated requests, since the last call."""
         metrics = {
             "time/weight_update": self._update_seconds,
             "rollout/retried_requests": float(self._counts["retried"]),
@@ -165,7 +172,7 @@ class VLLMSampler(Sampler):
         return metrics
 
     def close(self) -> None:
-        """Delete the files of the weights, and leave the servers."""
+        """Delete the files of the weights, and disconnect from the servers."""
         self._pool.close()
         self._weights.close()
 
@@ -175,7 +182,7 @@ class VLLMSampler(Sampler):
         """A group's completions, from whichever server gives them."""
         failures: list[str] = []
         while len(failures) < ATTEMPTS:
-            with self._pool.lend(given_up=abandoned.is_set) as server:
+            with self._pool.acquire(given_up=abandoned.is_set) as server:
                 try:
                     answer = server.generate(request.body(prompt, model=server.prepare(version)))
                     completions = request.completions(
@@ -196,14 +203,91 @@ class VLLMSampler(Sampler):
         )
 
     def _note(self, server: Server, error: ServerError, group_size: int) -> None:
-        """Count a failure, and take from it what is known of the server no longer."""
+        """Count a failure, and discard what it shows to be outdated about the server."""
         stale = isinstance(error, StaleWeightsError)
         with self._counting:
             self._counts["stale" if stale else "retried"] += group_size if stale else 1
         if stale:
-            server.lost()
+            server.mark_dead()
             return
-        # 404: an adapter that is not there any longer, as after a new start.
+        # 404: an adapter that is no longer loaded, as after a restart.
         if not isinstance(error, StatusError) or error.status == 404:
-            server.lost()
+            server.mark_dead()
         self._pool.failed(server, error, after=error.retry_after if isinstance(error, StatusError) else None)
+
+
+class DrawingThread(Background):
+    """The background of `RolloutsAhead` over servers: a thread that draws one request at a time.
+
+    Until its result is fetched nothing else may ask the servers, which have one set of weights.
+    """
+
+    def __init__(self, sampler: VLLMSampler) -> None:
+        self._sampler = sampler
+        self._stopping: Callable[[], bool] = lambda: False
+        self._stopping_since: float | None = None
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._answer: Future[dict[str, Any]] = Future()
+
+    def stop_when(self, stopping: Callable[[], bool]) -> None:
+        """Break a drawing off, with StoppedError as its result, some seconds after `stopping()`."""
+        self._stopping = stopping
+
+    def begin(self, request: dict[str, Any]) -> None:
+        """Give the servers the weights of now, then start the thread."""
+        version = self._sampler.update(freeze=True)
+        self._closed.clear()
+        self._stopping_since = None
+        self._sampler.stop_when(self._given_up)
+        self._answer = Future()
+        # A daemon: a trainer that ends without `close` does not wait for servers.
+        self._thread = threading.Thread(
+            target=self._draw, args=(request, version, self._answer), name="rollouts-ahead", daemon=True
+        )
+        self._thread.start()
+
+    def result(self) -> dict[str, Any]:
+        """Wait for the groups. Raises what the thread has raised."""
+        answer = self._answer.result()
+        self._end()
+        return answer
+
+    def close(self) -> None:
+        """Break off what is drawn, and wait for the thread."""
+        self._closed.set()
+        self._end()
+
+    def _draw(self, request: dict[str, Any], version: WeightVersion, answer: Future[dict[str, Any]]) -> None:
+        try:
+            answer.set_result(answer_request(_ByVersion(self._sampler, version), request))
+        except BaseException as error:  # raised by `result`, in the thread that trains
+            answer.set_exception(error)
+
+    def _given_up(self) -> bool:
+        """Whether the drawing is closed, or was to stop some seconds ago."""
+        if self._closed.is_set() or not self._stopping():
+            return self._closed.is_set()
+        if self._stopping_since is None:
+            self._stopping_since = time.monotonic()
+        return time.monotonic() - self._stopping_since > STOP_PATIENCE
+
+    def _end(self) -> None:
+        """Wait for the thread to end; from then on waiting for servers ends at once where the run is to stop."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._sampler.stop_when(self._stopping)
+
+
+@dataclass(frozen=True)
+class _ByVersion(Sampler):
+    """The servers with weights that were published before."""
+
+    sampler: VLLMSampler
+    version: WeightVersion
+
+    def stream(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
+    ) -> Iterator[tuple[int, Group]]:
+        return self.sampler.stream_by(self.version, prompts, group_size=group_size, sampling=sampling, seed=seed)

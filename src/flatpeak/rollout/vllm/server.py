@@ -1,4 +1,4 @@
-"""One vLLM server: what it can do, which weights it has, and how it gets those of now."""
+"""One vLLM server: its abilities, the weights it has, and updates of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNFINISHED: Final = "-unfinished"
 
 
 class Server:
-    """A server, the weights that it was last known to have, and the number of requests it works on."""
+    """A server, the weights that it was last known to have, and its number of open requests."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Server:
         """
         self.url = url
         self.in_flight = 0
-        """Requests that wait for its answer; the pool counts them."""
+        """Open requests; the pool counts them."""
         self.on_cpu = False
         """Whether it computes on a CPU."""
         self.mode = PROCESSED
@@ -68,12 +68,12 @@ class Server:
         self._lock = threading.Lock()
 
     def connect(self) -> None:
-        """Read what the server is. Raises UserError where it cannot sample for this run, ServerError where it is away.
+        """Read what the server is. Raises UserError where it cannot sample for this run, ServerError without an answer.
 
-        Nothing that was known of it is taken to hold any longer.
+        Earlier knowledge of the server is discarded first.
         """
         self._tag = self._model = None
-        self._leave()
+        self._close_transfer()
         models = self._client.get("/v1/models", timeout=PROBE_SECONDS)
         name = _choose_model(models, self._wanted_model, url=self.url)
         try:
@@ -114,8 +114,8 @@ class Server:
             self._transfer = WeightTransfer(self._client, backend, device=self._sent_from, timeout=self._timeout)
         self._model = name
 
-    def meet(self) -> None:
-        """Find out whether weights can be sent to it, where they are; ServerError where they cannot."""
+    def open_transfer(self) -> None:
+        """Connect to the workers if weights are sent to them; ServerError if that fails."""
         if self._transfer is not None:
             self._transfer.open()
 
@@ -124,8 +124,8 @@ class Server:
         answer = self._client.get("/weight_info", timeout=PROBE_SECONDS)
         return str(answer.get("weight_version")) if isinstance(answer, Mapping) else "unknown"
 
-    def look(self) -> None:
-        """Return if it answers anything at all; ServerError where it does not. What is known of it stays as it is."""
+    def ping(self) -> None:
+        """Return if the server answers anything at all, else raise ServerError."""
         with suppress(StatusError):
             self._client.get("/health", timeout=PROBE_SECONDS)
 
@@ -167,26 +167,26 @@ class Server:
             try:
                 self._client.post("/sleep", level="1", mode="wait")
                 self._asleep = True
-            except ServerError:  # gone, or asleep without having said so: it is asked before it is used
-                self.lost()
+            except ServerError:  # it has died, or sleeps: `connect` finds out before the next request
+                self.mark_dead()
 
-    def hang_up(self) -> None:
+    def abort(self) -> None:
         """Break off all requests that have no answer yet."""
-        self._client.hang_up()
+        self._client.abort()
 
-    def lost(self) -> None:
-        """Note that the server may have died: when it answers again, it is a new one."""
+    def mark_dead(self) -> None:
+        """Note that the server may have died: `prepare` then connects anew."""
         with self._lock:
             self._tag, self._model, self._asleep = None, None, False
-            self._leave()
+            self._close_transfer()
 
     def close(self) -> None:
-        """End what connects the trainer's memory with the server."""
+        """Close the connection through which weights are sent."""
         with self._lock:
             self._model = None
-            self._leave()
+            self._close_transfer()
 
-    def _leave(self) -> None:
+    def _close_transfer(self) -> None:
         if self._transfer is not None:
             self._transfer.close()
             self._transfer = None
@@ -198,8 +198,8 @@ class Server:
             self._replace(version)
 
     def _replace(self, version: WeightVersion) -> None:
-        """Put the version in place of the weights; requests of others wait meanwhile."""
-        self.meet()
+        """Put the version in place of the weights; requests of other clients wait meanwhile."""
+        self.open_transfer()
         self._client.post("/pause", mode="wait")
         try:
             # Whatever breaks off, the server never takes a mixture of weights for those that it had.
@@ -212,10 +212,10 @@ class Server:
             self._client.post("/update_weight_version", {"new_version": version.tag})
         except ServerError:
             if self._transfer is not None:
-                self._model = None  # so that it is asked anew what it is, and both sides begin again
+                self._model = None  # so that `prepare` connects anew, and both sides begin again
             raise
         finally:
-            with suppress(ServerError):  # where this fails, so does the next request, and all is done again
+            with suppress(ServerError):  # if this fails, so does the next request, and the update is repeated
                 self._client.post("/resume")
 
     def _reload(self, version: WeightVersion) -> None:
@@ -228,7 +228,7 @@ class Server:
             raise _unreadable(self.url, version, error) from error
 
     def _load_adapter(self, version: WeightVersion) -> None:
-        """Load the version as an adapter of its own name, then drop those before, of whichever run."""
+        """Load the version as an adapter under its tag, then unload earlier adapters, of any run."""
         try:
             self._client.post("/v1/load_lora_adapter", {"lora_name": version.tag, "lora_path": str(version.path)})
         except StatusError as error:
@@ -236,13 +236,13 @@ class Server:
                 raise _unreadable(self.url, version, error) from error
         for name in _model_names(self._client.get("/v1/models", timeout=PROBE_SECONDS)):
             if name.startswith(ADAPTER) and name != version.tag:
-                with suppress(StatusError):  # it is gone already
+                with suppress(StatusError):  # already unloaded
                     self._client.post("/v1/unload_lora_adapter", {"lora_name": name})
         self._reset_prefix_cache()
         self._client.post("/update_weight_version", {"new_version": version.tag})
 
     def _reset_prefix_cache(self) -> None:
-        """Empty the cache of keys and values, which earlier weights have made; StatusError where that is refused."""
+        """Empty the cache of keys and values that earlier weights computed; StatusError if the server refuses."""
         for _ in range(RESETS):
             answer = self._client.post("/reset_prefix_cache")
             if not isinstance(answer, Mapping) or answer.get("success", True):

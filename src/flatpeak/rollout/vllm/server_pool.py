@@ -1,4 +1,4 @@
-"""Servers that share the work: each request goes to the one with the fewest; those that are away are looked for."""
+"""Servers that share the work: each request goes to the server with the fewest; absent servers are pinged."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ T = TypeVar("T")
 FIRST_DELAY: Final = 0.5
 LONGEST_DELAY: Final = 30.0
 """Seconds before the second try, and the most between later ones; each is drawn from half to all of it."""
-_LOOK: Final = 0.2
-"""Seconds between two looks at whether the run is to stop."""
+_POLL_SECONDS: Final = 0.2
+"""Seconds between two checks whether the run is to stop."""
 
 
 @dataclass
@@ -33,13 +33,13 @@ class _Absence:
     until: float
     """Time of the next try."""
     reason: str
-    away: bool
-    """Whether nothing is asked of it until a look has found it again, since that may take as long as an answer may."""
-    looking: bool = False
+    unreachable: bool
+    """Whether it gets no requests until it has answered a ping; a request might wait for the whole timeout."""
+    pinging: bool = False
 
 
 class ServerPool:
-    """Hands out servers by load, and keeps away from those in trouble for a while that grows."""
+    """Chooses servers by load, and avoids failing servers for a time that grows."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class ServerPool:
         self._next = 0
 
     def connect(self) -> None:
-        """Ask every server what it is; UserError where one cannot be used."""
+        """Connect to every server; UserError if any of them cannot be used."""
         for server in self.servers:
             try:
                 server.connect()
-                server.meet()
+                server.open_transfer()
             except ServerError as error:
                 if isinstance(error, StatusError) and error.status == 401:
                     raise UserError(
@@ -81,13 +81,13 @@ class ServerPool:
                 ) from error
 
     def prepare(self, version: WeightVersion) -> None:
-        """Give all servers these weights, side by side; one that is away gets them when it is back.
+        """Give all servers these weights, side by side; an absent server gets them when it is back.
 
-        One that is known to be away is not waited for.
+        Servers known to be unreachable are not waited for.
         """
         with self._changed:
-            self._look_for_absent(time.monotonic())
-            present = [server for server in self.servers if not self._is_away(server)]
+            self._ping_absent(time.monotonic())
+            present = [server for server in self.servers if not self._is_unreachable(server)]
         if not present:
             return
 
@@ -95,7 +95,7 @@ class ServerPool:
             try:
                 server.prepare(version)
             except ServerError as error:
-                server.lost()
+                server.mark_dead()
                 self.failed(server, error)
             else:
                 self.succeeded(server)
@@ -111,13 +111,12 @@ class ServerPool:
     ) -> Generator[Future[T], None, None]:
         """Futures of requests as they are done; StoppedError once the run is to stop.
 
-        Once it is closed no request is waited for any longer: `abandoned` is set, and those that have no answer yet are
-        broken off.
+        Closing it sets `abandoned` and breaks off the requests that have no answer yet.
         """
         waiting = set(futures)
         try:
             while waiting:
-                done, waiting = wait(waiting, timeout=_LOOK, return_when=FIRST_COMPLETED)
+                done, waiting = wait(waiting, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
                 yield from done
                 if waiting and self.stopping():
                     raise StoppedError("the run was asked to stop while it waited for an answer")
@@ -125,20 +124,20 @@ class ServerPool:
             abandoned.set()
             for future in futures:
                 future.cancel()
-            # More than once: a thread may have been about to ask.
+            # More than once: a thread may have been about to send its request.
             while unfinished := [future for future in futures if not future.done()]:
                 for server in self.servers:
-                    server.hang_up()
-                wait(unfinished, timeout=_LOOK)
+                    server.abort()
+                wait(unfinished, timeout=_POLL_SECONDS)
 
     @contextmanager
-    def lend(self, *, given_up: Callable[[], bool]) -> Iterator[Server]:
-        """The server with the fewest requests, once there is one that takes another.
+    def acquire(self, *, given_up: Callable[[], bool]) -> Iterator[Server]:
+        """The server with the fewest requests, once a server has room for another.
 
-        RunError where none could be used for as long as `patience`; StoppedError where the run is to stop first, or the
-        call has `given_up`.
+        RunError if none could be used for `patience` seconds; StoppedError if the run is to stop first, or once
+        `given_up()`.
         """
-        server = self._take(given_up)
+        server = self._choose(given_up)
         try:
             yield server
         finally:
@@ -147,7 +146,7 @@ class ServerPool:
                 self._changed.notify_all()
 
     def failed(self, server: Server, error: ServerError, *, after: float | None = None) -> None:
-        """Leave a server alone for a while: `after` seconds if it said so, else longer each time."""
+        """Avoid a server for a while: `after` seconds if it said so, else longer each time."""
         with self._changed:
             now = time.monotonic()
             absence = self._absences.get(server)
@@ -159,7 +158,7 @@ class ServerPool:
                 tries=tries,
                 until=now + delay * self._jitter.uniform(0.5, 1.0) if after is None else now + delay,
                 reason=str(error),
-                away=isinstance(error, UnreachableError | LostAnswerError),
+                unreachable=isinstance(error, UnreachableError | LostAnswerError),
             )
             self._changed.notify_all()
 
@@ -176,17 +175,17 @@ class ServerPool:
                 server.sleep()
 
     def close(self) -> None:
-        """End the connections through which weights are sent."""
+        """Close the connections through which weights are sent."""
         for server in self.servers:
             server.close()
 
-    def _take(self, given_up: Callable[[], bool]) -> Server:
+    def _choose(self, given_up: Callable[[], bool]) -> Server:
         with self._changed:
             while True:
                 if given_up() or self.stopping():
                     raise StoppedError("the run was asked to stop while it waited for a server")
                 now = time.monotonic()
-                self._look_for_absent(now)
+                self._ping_absent(now)
                 ready = [server for server in self.servers if self._ready(server, now)]
                 if ready:
                     # Servers with the same load take turns.
@@ -196,34 +195,34 @@ class ServerPool:
                     server.in_flight += 1
                     return server
                 self._check_patience(now)
-                self._changed.wait(_LOOK)
+                self._changed.wait(_POLL_SECONDS)
 
     def _ready(self, server: Server, now: float) -> bool:
         absence = self._absences.get(server)
         if absence is None:
             return server.in_flight < self._max_concurrency
         # One request finds out whether it works again.
-        return not absence.away and now >= absence.until and server.in_flight == 0
+        return not absence.unreachable and now >= absence.until and server.in_flight == 0
 
-    def _is_away(self, server: Server) -> bool:
+    def _is_unreachable(self, server: Server) -> bool:
         absence = self._absences.get(server)
-        return absence is not None and absence.away
+        return absence is not None and absence.unreachable
 
-    def _look_for_absent(self, now: float) -> None:
-        """Begin to look for servers that are away and whose time has come, each in a thread that nothing waits for."""
+    def _ping_absent(self, now: float) -> None:
+        """Ping the unreachable servers that are due, each in a thread that nothing waits for."""
         for server, absence in self._absences.items():
-            if absence.away and not absence.looking and now >= absence.until:
-                absence.looking = True
-                threading.Thread(target=self._look_for, args=(server, absence), name="vllm-look", daemon=True).start()
+            if absence.unreachable and not absence.pinging and now >= absence.until:
+                absence.pinging = True
+                threading.Thread(target=self._ping, args=(server, absence), name="vllm-ping", daemon=True).start()
 
-    def _look_for(self, server: Server, absence: _Absence) -> None:
+    def _ping(self, server: Server, absence: _Absence) -> None:
         try:
-            server.look()
+            server.ping()
         except ServerError as error:
             self.failed(server, error)
         else:
             with self._changed:
-                absence.away = absence.looking = False
+                absence.unreachable = absence.pinging = False
                 self._changed.notify_all()
 
     def _check_patience(self, now: float) -> None:

@@ -1,16 +1,20 @@
 """Weights sent into a server by its own endpoints, from the trainer's memory.
 
-The order of the endpoints is vLLM's (`vllm/distributed/weight_transfer`, 0.32). A channel carries the bytes: over
-sockets (`socket_channel`) or by NCCL (`nccl_channel`), as the server was started.
+The order of the endpoints is vLLM's (`vllm/distributed/weight_transfer`, 0.32). A channel carries the bytes, as the
+server was started: over plain sockets (`SocketChannel`; the workers' half is
+`server_plugin/flatpeak_weight_transfer.py`, which `flatpeak serve` adds to vLLM) or by NCCL (`nccl_channel`).
 """
 
 from __future__ import annotations
 
+import hmac
+import secrets
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
-from typing import Any, Final, Protocol
+from contextlib import ExitStack, closing, suppress
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -18,16 +22,18 @@ from torch import Tensor
 from flatpeak.errors import UserError, brief
 from flatpeak.rollout.vllm.http_client import HTTPClient, LostAnswerError, ServerError, StatusError
 from flatpeak.rollout.vllm.nccl_channel import NCCLChannel
-from flatpeak.rollout.vllm.socket_channel import SocketChannel
 
 RELOAD: Final = "set rollout.engine.sync=reload"
 INSTEAD: Final = f"or {RELOAD}"
 NCCL_DEVICE: Final = "cuda"
 GRACE: Final = 5.0
-"""Seconds that a server has to say why a transfer broke off."""
-_LOOK: Final = 0.2
+"""Seconds that a server has to report why a transfer broke off."""
+TOKEN_SECONDS: Final = 5.0
+"""Longest wait for the whole token of a new connection; no other is accepted meanwhile."""
+_POLL_SECONDS: Final = 0.2
+"""Seconds between two checks whether the server has failed."""
 Check = Callable[[], None]
-"""Raises a ServerError once there is nothing left to wait for."""
+"""Raises a ServerError once waiting is pointless."""
 
 
 class TransferError(ServerError):
@@ -42,7 +48,7 @@ class Channel(Protocol):
         ...
 
     def join(self, check: Check) -> None:
-        """Meet the workers, which get that message meanwhile."""
+        """Connect to the workers, which get that message meanwhile."""
         ...
 
     def send(self, weights: Sequence[tuple[str, Tensor]], check: Check) -> None:
@@ -50,12 +56,97 @@ class Channel(Protocol):
         ...
 
     def close(self) -> None:
-        """Break off whatever waits on either side; it is not used again."""
+        """End all waiting on both sides; the channel is not used again."""
         ...
 
 
+class SocketChannel:
+    """A listener for the workers of one server."""
+
+    backend: ClassVar[str] = "flatpeak-sockets"
+
+    def __init__(self, workers: int, client: HTTPClient, *, timeout: float) -> None:
+        """Listen at the address that this machine has on the way to the server."""
+        self._workers = workers
+        self._timeout = timeout
+        self._token = secrets.token_hex(16)
+        host, family = client.own_address()
+        self._listener = socket.create_server((host, 0), family=family, backlog=workers + 8)
+        self._listener.settimeout(_POLL_SECONDS)
+
+    def init_info(self) -> Mapping[str, Any]:
+        """The address, and the token that opens it."""
+        host, port = self._listener.getsockname()[:2]
+        return {"host": host, "port": port, "token": self._token, "timeout": self._timeout}
+
+    def join(self, check: Check) -> None:
+        """Accept a connection of every worker, as a proof that it can connect; each update has new ones."""
+        for _ in range(self._workers):
+            self._accept(check).close()
+
+    def send(self, weights: Sequence[tuple[str, Tensor]], check: Check) -> None:
+        """Send the bytes of all tensors, one after the other, to every worker."""
+        try:
+            with ExitStack() as connections:
+                workers = [connections.enter_context(closing(self._accept(check))) for _ in range(self._workers)]
+                for _, weight in weights:
+                    content = memoryview(bytes_of(weight))
+                    for worker in workers:
+                        _send(worker, content, check)
+        except OSError as error:
+            raise LostAnswerError(f"the transfer of weights broke off ({brief(error)})") from error
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        self._listener.close()
+
+    def _accept(self, check: Check) -> socket.socket:
+        """The connection of a worker; those without the token are dropped."""
+        while True:
+            check()
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:
+                raise LostAnswerError(f"no worker of the server can connect ({brief(error)})") from error
+            with suppress(OSError):
+                if hmac.compare_digest(_read(connection, len(self._token), check), self._token.encode()):
+                    connection.settimeout(_POLL_SECONDS)
+                    return connection
+            connection.close()
+
+
+def bytes_of(weight: Tensor) -> Any:
+    """The bytes of a tensor as a NumPy array, in host memory: of one that lies there in order, its own."""
+    return weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _send(connection: socket.socket, content: memoryview, check: Check) -> None:
+    while content:
+        with suppress(TimeoutError):
+            content = content[connection.send(content) :]
+        check()  # also while bytes flow: the request of these workers may have been abandoned
+
+
+def _read(connection: socket.socket, size: int, check: Check) -> bytes:
+    """The next `size` bytes, or fewer where the other side ends first or takes longer than TOKEN_SECONDS for all."""
+    content, deadline = b"", time.monotonic() + TOKEN_SECONDS
+    connection.settimeout(_POLL_SECONDS)
+    while len(content) < size and time.monotonic() < deadline:
+        try:
+            piece = connection.recv(size - len(content))
+        except TimeoutError:
+            check()
+            continue
+        if not piece:
+            break
+        content += piece
+    return content
+
+
 class WeightTransfer:
-    """Transfers to one server, until one of them fails: then the server has to be asked anew what it is."""
+    """Transfers to one server, until one of them fails; the server then needs a new object."""
 
     def __init__(self, client: HTTPClient, backend: str | None, *, device: torch.device, timeout: float) -> None:
         """`backend` is the server's; UserError where it is none that this trainer, with weights on `device`, speaks."""
@@ -79,7 +170,7 @@ class WeightTransfer:
             )
 
     def open(self) -> Channel:
-        """Meet the server's workers, if that has not happened."""
+        """The channel to the server's workers, opened by the first call."""
         if self._channel is not None:
             return self._channel
         try:
@@ -90,12 +181,12 @@ class WeightTransfer:
         workers = answer.get("world_size") if isinstance(answer, Mapping) else None
         if type(workers) is not int or workers < 1:
             raise TransferError(f"the server has {workers} workers")
-        with suppress(StatusError):  # of a trainer before, which may have vanished
+        with suppress(StatusError):  # of an earlier trainer, which may have died
             self._client.post("/shutdown_weight_transfer_engine")
         try:
             channel = self._channel = self._make(workers)
         except OSError as error:
-            raise UserError(f"{self._client.url}: its workers cannot be met ({brief(error)}): {RELOAD}") from error
+            raise UserError(f"{self._client.url}: its workers cannot be reached ({brief(error)}): {RELOAD}") from error
         try:
             self._together("/init_weight_transfer_engine", {"init_info": dict(channel.init_info())}, channel.join)
         except StatusError as error:
@@ -108,7 +199,7 @@ class WeightTransfer:
         return channel
 
     def send(self, weights: Sequence[tuple[str, Tensor]]) -> None:
-        """Replace the server's weights; whatever fails leaves it with some of both, and the channel closed."""
+        """Replace the server's weights; a failure leaves it with a mixture and closes the channel."""
         channel = self.open()
         info = {
             "names": [name for name, _ in weights],
@@ -130,7 +221,7 @@ class WeightTransfer:
             self._channel = None
 
     def _together(self, path: str, body: Mapping[str, Any], act: Callable[[Check], None]) -> None:
-        """Make a request that is answered once the trainer has acted too. What fails on one side ends the other."""
+        """Make a request that the server answers once the trainer has acted; a failure of either side ends both."""
         deadline = time.monotonic() + self._timeout
         with ThreadPoolExecutor(1, thread_name_prefix="vllm-transfer") as thread:
             answer = thread.submit(self._client.post, path, body)
@@ -139,9 +230,8 @@ class WeightTransfer:
                 nonlocal deadline
                 if answer.done():
                     answer.result()
-                    deadline = min(
-                        deadline, time.monotonic() + GRACE
-                    )  # workers may have connected, and not be heard yet
+                    # Workers may have connected without having sent their token yet.
+                    deadline = min(deadline, time.monotonic() + GRACE)
                 if time.monotonic() > deadline:
                     early = f"{path} was answered before the weights were taken"
                     late = f"a transfer of weights was not over after {self._timeout:g} s"
@@ -153,20 +243,20 @@ class WeightTransfer:
                 self.close()
                 wait([answer], timeout=GRACE)
                 while not answer.done():
-                    self._client.hang_up()
-                    wait([answer], timeout=_LOOK)
+                    self._client.abort()
+                    wait([answer], timeout=_POLL_SECONDS)
                 reason = answer.exception()
                 if isinstance(error, LostAnswerError) and isinstance(reason, StatusError):
-                    raise reason from None  # the server's words say more than the end of a connection
+                    raise reason from None  # the server's message says more than a broken connection
                 raise
             answer.result()
 
 
 def end_unfinished_update(client: HTTPClient) -> None:
-    """Bring the layers of a server into order, whose last update broke off: they count what they have been given.
+    """Finish the last update of a server, which broke off: its layers count the weights that they received.
 
-    What they hold then is a mixture.
+    They then hold a mixture of weights.
     """
-    with suppress(StatusError):  # refused where the update is still open, as after the death of a trainer
+    with suppress(StatusError):  # refused while the update is still open, as after the death of a trainer
         client.post("/start_weight_update")
     client.post("/finish_weight_update")

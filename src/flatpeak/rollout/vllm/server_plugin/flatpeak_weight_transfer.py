@@ -2,7 +2,7 @@
 
 `flatpeak serve` puts this directory on the server's path and names `WorkerExtension`, which vLLM imports in every
 worker before it makes the backend. This runs in vLLM's environment, where there is no flatpeak. The trainer's half is
-`flatpeak.rollout.vllm.socket_channel`.
+`flatpeak.rollout.vllm.weight_transfer.SocketChannel`.
 """
 
 from __future__ import annotations
