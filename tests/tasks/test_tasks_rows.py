@@ -115,7 +115,11 @@ def test_large_and_small_floats_are_written_out(write):
         ({"question": None, "answer": 1}, {}, r"line 2: the question .* is empty"),
         ({"question": "q", "answer": ""}, {}, r"line 2: the answer .* is empty"),
         ({"question": "q", "answer": float("nan")}, {}, r"line 2: the answer .* is empty"),
-        ({"question": [{"role": "user"}], "answer": 1}, {}, r"line 2: column 'question' holds a list"),
+        (
+            {"question": [{"role": "user"}], "answer": 1},
+            {},
+            r"line 2: column 'question' is neither text nor a list of messages",
+        ),
         ({"question": "q", "answer": 1}, {"question": "{question"}, "task.train.0.question"),
         ({"question": "q", "answer": 1}, {"answer_pattern": "("}, "task.train.0.answer_pattern"),
     ],
