@@ -51,8 +51,8 @@ def test_what_happened_is_told_in_a_sentence() -> None:
     )
     ended = summary(ended_by="training.stop_at=0.9 was reached", best_step=10, wall_seconds=3900.0)
     assert sentence(ended, EVALUATIONS, steps(20)) == (
-        "Held-out accuracy went from 0.000 to 0.900 over 20 steps of RL, in 65 min. It ended early: training.stop_at=0.9 "
-        "was reached. The best checkpoint is that of step 10."
+        "Held-out accuracy went from 0.000 to 0.900 over 20 steps of RL, in 65 min. It ended early: "
+        "training.stop_at=0.9 was reached. The best checkpoint is that of step 10."
     )
 
 
