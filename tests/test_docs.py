@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import flatpeak
 from flatpeak.config.load import load_recipe, parse_config, read_recipe, shipped_recipes
 from flatpeak.experiments.config import read_sweep
 from flatpeak.experiments.plan import build_plan
@@ -23,6 +24,7 @@ from flatpeak.rewards.numeric_answer import NumberReward
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.runs.directory import RUN_FILES
 from flatpeak.runs.metrics import read_metrics
+from flatpeak.tasks.dataset import task_of
 from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig
 from flatpeak.training.user_functions import make_advantages, make_objective
 from flatpeak.types import Completion, Example, Group, Prompt, Score
@@ -198,7 +200,7 @@ def test_training_commands_shown_parse_to_what_they_say(recipe: str, overrides: 
 
 
 @pytest.mark.parametrize("block", every_block("python"))
-def test_python_shown_has_a_config_that_parses_or_runs_as_it_is(block: str) -> None:
+def test_python_shown_has_a_config_that_parses_or_runs_as_it_is(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assigned = [node for node in ast.parse(block).body if isinstance(node, ast.Assign)]
     configs = [node.value for node in assigned if ast.unparse(node.targets[0]) == "config"]
     if configs:
@@ -206,7 +208,13 @@ def test_python_shown_has_a_config_that_parses_or_runs_as_it_is(block: str) -> N
         parse_config(read_recipe(ast.literal_eval(config)))
     else:
         names: dict[str, Any] = {}
+        calls = []
+        monkeypatch.setattr(flatpeak, "train", lambda **given: calls.append(given))
         exec(block, names)
+        if calls:  # a call without a recipe, whose model is on the Hub
+            example = task_of(calls[0]["dataset"]).train[0]
+            assert calls[0]["reward"](f"It is {example.gold}.", example.gold) == 1
+            return
         if "spo" in names:  # the functions of docs/algorithms.md
             objective = ObjectiveConfig(loss="python:spo", arguments={"epsilon": 0.1})
             assert not make_objective(objective, KLConfig(), own=names["spo"]).needs_all_tokens

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from flatpeak.errors import UserError
     from flatpeak.gradreg.config import GradientRegularizationConfig
     from flatpeak.gradreg.regularizer import GradientRegularizer
-    from flatpeak.pipeline.request import RunResult
+    from flatpeak.pipeline.result import RunResult, load_run
     from flatpeak.pipeline.train import sft, train
     from flatpeak.pipeline.train_reward_model import train_reward_model
 
@@ -28,6 +28,7 @@ __all__ = [
     "UserError",
     "__version__",
     "fork",
+    "load_run",
     "sft",
     "train",
     "train_reward_model",
@@ -37,15 +38,20 @@ _HOMES = {
     "GradientRegularizationConfig": "flatpeak.gradreg.config",
     "GradientRegularizer": "flatpeak.gradreg.regularizer",
     "RunConfig": "flatpeak.config.run_config",
-    "RunResult": "flatpeak.pipeline.request",
+    "RunResult": "flatpeak.pipeline.result",
     "UserError": "flatpeak.errors",
     "fork": "flatpeak.apps.fork.fork_run",
+    "load_run": "flatpeak.pipeline.result",
     "sft": "flatpeak.pipeline.train",
     "train": "flatpeak.pipeline.train",
     "train_reward_model": "flatpeak.pipeline.train_reward_model",
 }
 
 set_defaults()
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
 
 
 def __getattr__(name: str) -> Any:

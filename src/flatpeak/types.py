@@ -26,7 +26,11 @@ class Example:
     question: str
     """The question itself, without instructions."""
     gold: str
-    """The reference answer, as graders expect it."""
+    """The reference answer, as graders expect it; empty if the data set has none."""
+    other_golds: tuple[str, ...] = ()
+    """Further reference answers: a completion is right if it gives any of them."""
+    messages: tuple[Message, ...] = ()
+    """The chat messages that `question` has as text, for a chat template; empty if it is a single user message."""
     rationale: str | None = None
     """The full text of a perfect completion: the target of SFT. None if the data set has none."""
     columns: Mapping[str, Any] = field(default_factory=dict)
@@ -37,6 +41,11 @@ class Example:
     """The text that a published protocol puts before its worked examples and the question; part of the prompt."""
     shots: tuple[str, ...] = ()
     """Worked examples between preamble and question. If the prompt would be too long, the last ones are omitted."""
+
+    @property
+    def golds(self) -> tuple[str, ...]:
+        """The reference answers, `gold` first."""
+        return (self.gold, *self.other_golds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

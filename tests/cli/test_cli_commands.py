@@ -298,12 +298,10 @@ def test_a_chat_in_a_pipe_has_only_answers_on_standard_output(monkeypatch):
 
 
 def test_several_runs_are_reported_with_a_table_that_compares_them(monkeypatch):
-    page = SimpleNamespace(
-        write_report=lambda run: run / "report.html",
-        compared_runs=lambda runs: "a table",
-        run_table=lambda runs: "run,status\n",
-    )
+    page = SimpleNamespace(write_report=lambda run: run / "report.html")
+    tables = SimpleNamespace(compared_runs=lambda runs: "a table", run_table=lambda runs: "run,status\n")
     monkeypatch.setitem(sys.modules, "flatpeak.report.page", page)
+    monkeypatch.setitem(sys.modules, "flatpeak.report.run_tables", tables)
     report = lambda *arguments: CliRunner().invoke(app, ["report", *arguments]).stdout  # noqa: E731
     assert report("a") == "a/report.html\n"
     assert report("a", "b") == "a/report.html\nb/report.html\n\na table\n"

@@ -50,7 +50,10 @@ def test_the_json_of_a_section_is_one_object() -> None:
     ("arguments", "message"),
     [
         (["settings", "optimzer"], "error: unknown setting optimzer: did you mean optimizer"),
-        (["settings", "--json", "--markdown"], "error: --json and --markdown are two forms of the same: give one"),
+        (
+            ["settings", "--json", "--markdown"],
+            "error: --json, --markdown and --schema are forms of the same",
+        ),
         (
             ["recipes", "dapo"],
             "error: recipe dapo is not shipped with flatpeak: did you mean flatpeak:algorithms/dapo?",

@@ -231,7 +231,7 @@ def test_values_are_read_back_as_they_were(value: Any) -> None:
 
 def test_values_that_begin_a_line_stay_as_recipes_write_them() -> None:
     text = to_text(settings_reference("rewards"), width=500)
-    assert "    number, format, choice, length, countdown," in text
+    assert "    number, exact, format, choice, length, countdown," in text
     assert "    whole, answer_tag, gsm8k_strict," in text
     assert "    Whole number of at least 1. Processes" in text
 

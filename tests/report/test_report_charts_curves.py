@@ -1,7 +1,7 @@
 import re
 from xml.etree import ElementTree
 
-from flatpeak.report.charts import Curve, curve_svg, moving_average
+from flatpeak.report.curves import Curve, curve_svg, moving_average
 
 
 def test_a_running_mean_is_over_the_values_around():

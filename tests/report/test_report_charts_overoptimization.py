@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree
 
-from flatpeak.report.charts import OVEROPTIMIZATION, Curve, charts, curve_svg, paid_and_measured, reward_weights
+from flatpeak.report.charts import OVEROPTIMIZATION, charts, paid_and_measured, reward_weights
+from flatpeak.report.curves import Curve, curve_svg
 from flatpeak.runs.summary import EvaluationStage, StageEvaluation
 from support import summaries
 

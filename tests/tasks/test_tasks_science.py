@@ -277,8 +277,8 @@ def test_dr_sci_parts_subjects_rows_and_topics_are_chosen(dr_sci):
 def test_a_dr_sci_column_that_is_not_there_is_named_with_the_nearest(dr_sci):
     with pytest.raises(
         UserError,
-        match=r"row 1: no 'questions' \(task.question=extra_info.questions\), did you mean 'question'\?; there is",
+        match=r"no 'questions' in 'extra_info' \(task.question\), did you mean 'question'\?; it has 'question', ",
     ):
         build(type="dr_sci", path=str(dr_sci), question="extra_info.questions")
-    with pytest.raises(UserError, match=r"row 1: no 'x' \(task.subject=data_source.x\); there is str"):
+    with pytest.raises(UserError, match=r"row 1: no 'x' in 'data_source' \(task.subject\); that is a str"):
         build(type="dr_sci", path=str(dr_sci), subject="data_source.x")

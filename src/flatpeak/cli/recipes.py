@@ -249,13 +249,17 @@ def settings(
     everything: Annotated[bool, typer.Option("--all", help="Print all settings.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all settings as one JSON object.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print all as the page docs/settings.md.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema of recipes, for editors.")] = False,
 ) -> None:
     """Explain the settings of a recipe: key and default, type, meaning."""
     from flatpeak.config import settings_rendering
     from flatpeak.config.settings_reference import common_settings, settings_reference
 
-    if as_json and markdown:
-        raise UserError("--json and --markdown are two forms of the same: give one of them")
+    if as_json + markdown + schema > 1:
+        raise UserError("--json, --markdown and --schema are forms of the same: give one of them")
+    if schema:
+        typer.echo(settings_rendering.to_schema())
+        return
     if as_json:
         typer.echo(settings_rendering.to_json(settings_reference(prefix)))
         return

@@ -54,7 +54,8 @@ def report(
             f"--baseline, --metric, --at-least, --alpha and --json are for a sweep, and {runs[0]} is not a sweep: give "
             "its directory or its table.csv alone"
         )
-    from flatpeak.report.page import compared_runs, run_table, write_report
+    from flatpeak.report.page import write_report
+    from flatpeak.report.run_tables import compared_runs, run_table
 
     if csv:
         typer.echo(run_table(runs), nl=False)

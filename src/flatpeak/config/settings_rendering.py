@@ -1,4 +1,4 @@
-"""The settings reference as text for terminals, as Markdown and as JSON."""
+"""The settings reference as text for terminals, as Markdown, as JSON and as a JSON schema for editors."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
-from flatpeak.config.settings_reference import Section, Setting, as_value
+from pydantic import BaseModel
+
+from flatpeak.config.run_config import RunConfig
+from flatpeak.config.schema_types import elements, models_of
+from flatpeak.config.settings_reference import Section, Setting, as_value, field_docstrings
 
 COMMAND = "flatpeak settings --markdown > docs/settings.md"
 """The command that writes the documentation page."""
@@ -37,13 +42,13 @@ def listed_once(sections: Sequence[Section]) -> list[Section]:
             types.setdefault(section.key, []).append(type_)
             for setting in section.settings:
                 same.setdefault(_identity(setting), []).append((setting, type_))
-    repeated = {identity: found for identity, found in same.items() if len(found) > 1}
+    repeated = {identity: listings for identity, listings in same.items() if len(listings) > 1}
     result: list[Section] = []
     for section in sections:
         if section.key in types:
             shared = tuple(
-                _of_types(found[0][0], [type_ for _, type_ in found], all_types=types[section.key])
-                for (key, *_), found in repeated.items()
+                _of_types(listings[0][0], [type_ for _, type_ in listings], all_types=types[section.key])
+                for (key, *_), listings in repeated.items()
                 if key.rpartition(".")[0] == section.key
             )
             del types[section.key]
@@ -170,3 +175,40 @@ def _prose(text: str) -> str:
     """Text in which everything that Markdown would read as HTML or emphasis is escaped, except in code."""
     pieces = re.split(r"(`[^`]*`)", text)
     return "".join(piece if piece.startswith("`") else re.sub(r"([<*])", r"\\\1", piece) for piece in pieces)
+
+
+def to_schema() -> str:
+    """The JSON schema of recipes, for editors.
+
+    Nothing is required in it, because a recipe may inherit any key from those it extends.
+    """
+    schema = RunConfig.model_json_schema()
+    models = {model.__name__: model for model in _models(RunConfig)}
+    for name, section in {**schema["$defs"], "RunConfig": schema}.items():
+        described = field_docstrings(models[name]) if name in models else {}
+        for key, property in section.get("properties", {}).items():
+            if key in described:
+                property["description"] = described[key]
+    name = {"type": "string", "description": "A recipe to start from: a file, or flatpeak:NAME. Also a list of them."}
+    schema["properties"]["extends"] = {"anyOf": [name, {"type": "array", "items": name}]}
+    schema["title"] = "A recipe of flatpeak"
+    return json.dumps(_lenient(schema), indent=1, ensure_ascii=False)
+
+
+def _models(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """A configuration and all those within it."""
+    yield model
+    for field in model.model_fields.values():
+        for annotation in (field.annotation, *(inner for _, inner in elements(field.annotation))):
+            for inner in models_of(annotation):
+                yield from _models(inner)
+
+
+def _lenient(schema: Any) -> Any:
+    """The schema without required keys; a section without its `type` may be any of its alternatives."""
+    if isinstance(schema, list):
+        return [_lenient(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    renamed = {"anyOf" if key == "oneOf" else key: value for key, value in schema.items()}
+    return {key: _lenient(value) for key, value in renamed.items() if key not in ("required", "discriminator")}

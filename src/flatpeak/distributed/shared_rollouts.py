@@ -140,7 +140,7 @@ class ServedSampler(WrappedSampler):
 class SharedReward(RewardSet):
     """A reward set that the first rank calls, with its processes, budgets and judges; the others receive the scores."""
 
-    passes_on = True
+    delegates = True
 
     def __init__(self, reward: RewardSet, ranks: Ranks) -> None:
         super().__init__([])

@@ -120,6 +120,8 @@ def measure(
 
 def perturb(example: Example, kind: Perturbation, *, seed: int) -> Example | None:
     """The perturbed example, with the same id; None if this kind has nothing to change, or cannot do it safely."""
+    if example.messages or (kind == "numbers" and example.other_golds):
+        return None
     # Imported here because most evaluations do not perturb.
     from flatpeak.evaluation import number_perturbations, text_perturbations
 

@@ -32,7 +32,7 @@ _OPERATIONS: Final[dict[type[ast.operator], tuple[Callable[[Fraction, Fraction],
     ast.Mult: (operator.mul, "factor", "factor"),
     ast.Div: (operator.truediv, "dividend", "divisor"),
 }
-"""What each sign computes, and the roles of its two sides."""
+"""The operation of each sign, and the roles of its two sides."""
 _MARK: Final = re.compile(r"<<([^<>=]{1,200})=([^<>=]{1,60})>>")
 _NUMBER_WORD: Final = re.compile(
     r"\b(?:zero|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen"

@@ -35,7 +35,7 @@ _LONGEST_VALUE = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What a sweep makes in one job: a prefix step of a seed, or a run."""
+    """The work of one job of a sweep: a prefix step of a seed, or a run."""
 
     seed: int
     name: str

@@ -1,4 +1,4 @@
-"""The request of a run, its recipe and the objects of a Python caller, and the result.
+"""The request of a run: its recipe, and the objects of a Python caller.
 
 A recipe cannot name a task, a reward or a sampler from Python: config.yaml has what they replaced.
 """
@@ -21,7 +21,6 @@ from flatpeak.policy.config import ModelConfig
 from flatpeak.protocols import Progress, SamplerLike, Task
 from flatpeak.rewards.functions import function_name
 from flatpeak.runs.manifest import flatten
-from flatpeak.runs.summary import RunSummary
 from flatpeak.training.objective import Objective
 from flatpeak.training.reward_tensors import Advantages
 from flatpeak.training.user_functions import make_advantages, make_objective
@@ -49,33 +48,21 @@ class RunRequest:
     """Whether the report page is written at the end, which takes a second."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunResult:
-    """The directory, the summary and the exit code of a run that has ended."""
-
-    path: Path
-    """The run directory."""
-    summary: RunSummary
-    """The content of summary.json."""
-    report: Path
-    """The report page; `flatpeak report` writes that of a sweep's run."""
-    exit_code: int
-    """0 when done; 130 or 143 when a signal stopped it, with a valid checkpoint left."""
-    stopped_rank: int | None = None
-    """Of several processes the one that alone got that signal."""
-
-    @property
-    def best(self) -> Path:
-        """The best checkpoint, which `from_pretrained` loads; after SFT alone its last one."""
-        best = self.path / "checkpoints" / "best"
-        return best if best.exists() else self.path / "checkpoints" / "sft" / "last"
-
-
 def resolve_config(recipe: RecipeSource, settings: Settings | None = None) -> RunConfig:
     """The checked configuration of a recipe, changed by `settings`."""
     if not isinstance(recipe, RunConfig):
         return parse_config(read_recipe(recipe, settings or ()))
     return parse_config(apply_settings(recipe.model_dump(mode="json"), settings)) if settings else recipe
+
+
+def with_settings(settings: Settings | None, more: Mapping[str, str]) -> Settings | None:
+    """The settings of a caller, a mapping or `key=value` texts, with further ones after them."""
+    if not more:
+        return settings
+    if settings is None or isinstance(settings, Mapping):
+        return {**(settings or {}), **more}
+    written = [settings] if isinstance(settings, str) else settings
+    return [*written, *(f"{key}={value}" for key, value in more.items())]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,13 +91,9 @@ class CallerObjects:
         So a run's own recipe never names another loss than it was trained by.
         """
         given = {key: getattr(self, name) for name, key in _FUNCTIONS.items() if getattr(self, name) is not None}
-        named = {key: f"{FROM_PYTHON}{function_name(_function(own))}" for key, own in given.items()}
-        if not named:
-            return settings
-        if settings is None or isinstance(settings, Mapping):
-            return {**(settings or {}), **named}
-        written = [settings] if isinstance(settings, str) else settings
-        return [*written, *(f"{key}={name}" for key, name in named.items())]
+        return with_settings(
+            settings, {key: f"{FROM_PYTHON}{function_name(_function(own))}" for key, own in given.items()}
+        )
 
 
 def without_model_source(config: RunConfig, objects: CallerObjects, request: RunRequest) -> tuple[RunConfig, list[str]]:

@@ -10,16 +10,17 @@ from flatpeak.distributed.ranks import open_ranks
 from flatpeak.distributed.shared_rollouts import checked_sampler_state
 from flatpeak.errors import UserError
 from flatpeak.pipeline.lifecycle import finish, open_run, training
+from flatpeak.pipeline.own_data import read_own_data
 from flatpeak.pipeline.policies import reference_checkpoint
 from flatpeak.pipeline.progress import first_line
 from flatpeak.pipeline.request import (
     CallerObjects,
     RecipeSource,
     RunRequest,
-    RunResult,
     resolve_config,
     without_model_source,
 )
+from flatpeak.pipeline.result import RunResult
 from flatpeak.pipeline.run_components import open_components
 from flatpeak.pipeline.samplers import SamplerFactory
 from flatpeak.pipeline.stages import run_rl, run_sft
@@ -30,10 +31,11 @@ StageName = Literal["sft", "train"]
 
 
 def train(
-    config: RecipeSource,
+    config: RecipeSource | None = None,
     *,
     model: Any = None,
     tokenizer: Any = None,
+    dataset: Any = None,
     task: Task | None = None,
     reward: Any = None,
     sampler: SamplerLike | SamplerFactory | None = None,
@@ -48,28 +50,43 @@ def train(
     """Run a recipe: SFT where it asks for it, then reinforcement learning.
 
     `config` is a RunConfig, the mapping of a recipe (which may have `extends`), or a recipe's path or name; `settings`
-    change it: a mapping such as `{"training.steps": 50}`, or `key.path=value` strings. Any of model (with its
-    tokenizer), task, reward and sampler may be the caller's own object; a sampler that uses the model that is trained
-    is given as a factory, which is called with the policy. So may loss, a function (logprobs_T, ratio_T, advantages_T,
+    change it: a mapping such as `{"training.steps": 50}`, or `key.path=value` strings. Without `config`, GRPO trains
+    `model`, a name or an object, on `dataset`: a list of dicts, a Dataset, a DataFrame, a file, or a mapping of
+    `train` and `test` to such rows (docs/own_data.md). Any of model (with its tokenizer), task, reward and sampler may
+    be the caller's own object; a sampler that uses the model that is trained is given as a factory, which is called
+    with the policy. So may loss, a function (logprobs_T, ratio_T, advantages_T,
     config) -> loss_T or a functional.PolicyLoss, and advantage, (rewards_PG, valid_PG) -> advantages_PG. `progress`
     shows the run: None is an occasional line on stderr, False is silence, else an object like `protocols.Progress`.
     Raises UserError for bad input, before a run directory is made; a run name that exists needs `resume` or
     `overwrite`.
     """
+    data = read_own_data(config, model=model, tokenizer=tokenizer, dataset=dataset, task=task, settings=settings)
     objects = CallerObjects(
-        model=model, tokenizer=tokenizer, task=task, reward=reward, sampler=sampler, loss=loss, advantage=advantage
+        model=data.model,
+        tokenizer=tokenizer,
+        task=data.task,
+        reward=reward,
+        sampler=sampler,
+        loss=loss,
+        advantage=advantage,
     )
     request = RunRequest(
-        recipe=config, settings=settings, progress=progress, resume=resume, overwrite=overwrite, command=command
+        recipe=data.recipe,
+        settings=data.settings,
+        progress=progress,
+        resume=resume,
+        overwrite=overwrite,
+        command=command,
     )
     return run_stages(request, objects, stages=("sft", "train"))
 
 
 def sft(
-    config: RecipeSource,
+    config: RecipeSource | None = None,
     *,
     model: Any = None,
     tokenizer: Any = None,
+    dataset: Any = None,
     task: Task | None = None,
     reward: Any = None,
     sampler: SamplerLike | SamplerFactory | None = None,
@@ -82,11 +99,23 @@ def sft(
     command: Sequence[str] | None = None,
 ) -> RunResult:
     """Run only the SFT stage of a recipe, with the arguments of `train`; UserError where it has no SFT steps."""
+    data = read_own_data(config, model=model, tokenizer=tokenizer, dataset=dataset, task=task, settings=settings)
     objects = CallerObjects(
-        model=model, tokenizer=tokenizer, task=task, reward=reward, sampler=sampler, loss=loss, advantage=advantage
+        model=data.model,
+        tokenizer=tokenizer,
+        task=data.task,
+        reward=reward,
+        sampler=sampler,
+        loss=loss,
+        advantage=advantage,
     )
     request = RunRequest(
-        recipe=config, settings=settings, progress=progress, resume=resume, overwrite=overwrite, command=command
+        recipe=data.recipe,
+        settings=data.settings,
+        progress=progress,
+        resume=resume,
+        overwrite=overwrite,
+        command=command,
     )
     return run_stages(request, objects, stages=("sft",))
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import yaml
 
-from flatpeak.report.canvas import svg_canvas, tidy
+from flatpeak.report.curves import Curve, curve_svg
 from flatpeak.runs.summary import StageEvaluation
 
 Row = dict[str, Any]
@@ -32,28 +32,6 @@ _SHARPNESS_NOTE: Final = (
     "Reward lost to random noise in the weights, by the noise's norm relative to that of each matrix; mean over its "
     "directions. The lower, the flatter the peak."
 )
-_MANY_POINTS: Final = 40
-"""Curves with more points than this are drawn faint, under their moving average."""
-_REACH_FRACTION: Final = 0.05
-"""Neighbours on either side in the moving average, as a fraction of all points."""
-_MAX_LINE_WIDTH: Final = 2.2
-_SIZE_INCHES: Final = (5.4, 3.2)
-_LEGEND_ROW_INCHES: Final = 0.26
-"""Height that a row of the legend adds, so that the axes of all charts have equal heights."""
-_LEGEND_COLUMNS: Final = 3
-_BLACK: Final = "#000000"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Curve:
-    """One line of a chart."""
-
-    label: str
-    steps: Sequence[float]
-    values: Sequence[float]
-    """Finite values, one per step."""
-    intervals: Sequence[tuple[float, float] | None] = ()
-    """The (low, high) of each value, drawn as bars; empty for none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,14 +56,20 @@ class Chart:
 
 
 CHARTS: Final = (
-    Chart(title="SFT loss", stage="sft", metrics="sft/loss", unit="nats", note="Per target token."),
+    Chart(
+        title="SFT loss",
+        stage="sft",
+        metrics="sft/loss",
+        unit="nats",
+        note="Per target token. Not falling: see the learning rate, or whether rationales follow from questions.",
+    ),
     Chart(title="Reward model loss", metrics="reward_model/loss", unit="nats", note="Per training pair."),
     Chart(title="Accuracy on training pairs", metrics="reward_model/accuracy", unit="share of pairs"),
     Chart(
         title="Reward",
         metrics="reward/*",
         without=("reward/std", "reward/missing_fraction", "reward/*/failed", "reward/*/timeouts"),
-        note="Mean over the sampled training completions, in total and by part.",
+        note="Mean over the sampled training completions, in total and by part. Good: rising, with held-out accuracy.",
     ),
     Chart(
         title="Missing rewards",
@@ -133,23 +117,53 @@ CHARTS: Final = (
         note="In the currency of the prices in the recipe.",
         unless_zero=True,
     ),
-    Chart(title="Response length", metrics="rollout/length_mean", unit="tokens"),
+    Chart(
+        title="Response length",
+        metrics="rollout/length_mean",
+        unit="tokens",
+        note="Worry if it grows together with truncated completions, or shrinks to a few tokens.",
+    ),
     Chart(
         title="Informative groups",
         metrics="groups/informative_fraction",
         unit="share of groups",
-        note="Groups whose rewards differ: nothing is learned from the others.",
+        note="Groups whose rewards differ: nothing is learned from the others. Near 0: too hard, or solved.",
     ),
-    Chart(title="Entropy", metrics="policy/entropy", unit="nats per token"),
-    Chart(title="KL to the reference", metrics="policy/kl_reference", unit="nats per token"),
+    Chart(
+        title="Entropy",
+        metrics="policy/entropy",
+        unit="nats per token",
+        note="Good: falling slowly. Near 0 early: nothing is explored any more. Rising: the policy becomes random.",
+    ),
+    Chart(
+        title="KL to the reference",
+        metrics="policy/kl_reference",
+        unit="nats per token",
+        note="Good: rising slowly. Growing fast: raise kl.coefficient, or lower the learning rate.",
+    ),
     Chart(
         title="Policy loss",
         metrics="policy/loss",
         note="About 0 with one update per rollout, although its gradient is not: watch the reward.",
     ),
-    Chart(title="Gradient norm", metrics="policy/grad_norm", note="Before clipping."),
-    Chart(title="Truncated completions", metrics="rollout/truncated_fraction", unit="share of completions"),
-    Chart(title="Clipped tokens", metrics="policy/clip_fraction", unit="share of tokens", unless_zero=True),
+    Chart(
+        title="Gradient norm",
+        metrics="policy/grad_norm",
+        note="Before clipping. 0: no informative group. Rising while entropy falls: lower the learning rate.",
+    ),
+    Chart(
+        title="Truncated completions",
+        metrics="rollout/truncated_fraction",
+        unit="share of completions",
+        note="Cut off at rollout.max_new_tokens. High: raise it, set rollout.stop, or objective.truncated=mask.",
+    ),
+    Chart(
+        title="Clipped tokens",
+        metrics="policy/clip_fraction",
+        unit="share of tokens",
+        unless_zero=True,
+        note="No longer pushed by their advantage. Above about 0.2: fewer or smaller updates per rollout.",
+    ),
     Chart(
         title="Penalty ratio",
         metrics="gradreg/penalty_ratio",
@@ -305,87 +319,3 @@ def held_out_curve(evaluations: Sequence[StageEvaluation], metric: str, *, label
 def _reward_curve(evaluations: Sequence[StageEvaluation], name: str) -> Curve | None:
     """A component of the reward, for sampled completions if there are any."""
     return held_out_curve(evaluations, f"sampled/{name}", label=name) or held_out_curve(evaluations, name)
-
-
-def curve_svg(
-    title: str,
-    curves: Sequence[Curve],
-    *,
-    right: Sequence[Curve] = (),
-    unit: str = "",
-    right_unit: str = "",
-    legend: bool = False,
-) -> str:
-    """Draw the curves over the steps as an `<svg>` element; the same input gives the same text.
-
-    The curves of `right` are dashed and have their own y axis on the right. `unit` and `right_unit` are the units of
-    the two axes. Several curves always have a legend, a single curve only with `legend`.
-    """
-    from matplotlib.ticker import MaxNLocator
-
-    with svg_canvas(title, _SIZE_INCHES, font_size=10, transparent=True) as (figure, text):
-        axes = figure.add_subplot()
-        other = axes.twinx() if right else axes
-        for index, curve in enumerate([*curves, *right]):
-            on_the_right = index >= len(curves)
-            style: dict[str, Any] = {"color": f"C{index}", "linestyle": "--" if on_the_right else "-"}
-            # If curves coincide, the wider lower curve remains visible.
-            style["linewidth"] = max(1.2, _MAX_LINE_WIDTH - 0.5 * index)
-            _draw(other if on_the_right else axes, curve, style)
-        # At the left edge of the figure: the left end of the axes depends on the width of their numbers.
-        figure.suptitle(title, x=0.01, horizontalalignment="left")
-        axes.set_xlabel("step")
-        axes.set_ylabel(unit)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-        tidy(axes, without=["top"] if right else ["top", "right"])
-        if right:
-            other.set_ylabel(right_unit)
-            other.spines["top"].set_visible(False)
-        _widen_if_flat(axes, curves)
-        if legend or len(curves) + len(right) > 1:
-            _add_legend(figure, (axes, other))
-    # Without the XML declaration and document type, which are invalid inside HTML; black becomes the page's text
-    # colour, which is light on a dark page.
-    return text.getvalue()[text.getvalue().index("<svg") :].replace(_BLACK, "currentColor")
-
-
-def _add_legend(figure: Any, sides: Sequence[Any]) -> None:
-    """Name the curves of both axes below the axes, and enlarge the figure by the height of the names."""
-    handles = [handle for side in dict.fromkeys(sides) for handle in side.get_legend_handles_labels()[0]]
-    columns = min(_LEGEND_COLUMNS, len(handles))
-    rows = math.ceil(len(handles) / columns)
-    figure.set_size_inches(_SIZE_INCHES[0], _SIZE_INCHES[1] + rows * _LEGEND_ROW_INCHES)
-    figure.legend(handles=handles, frameon=False, loc="outside lower center", ncols=columns)
-
-
-def moving_average(values: Sequence[float], reach: int) -> list[float]:
-    """The mean of each value and its `reach` neighbours on either side, fewer at the ends."""
-    windows = [values[max(0, index - reach) : index + reach + 1] for index in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
-
-
-def _widen_if_flat(axes: Any, curves: Sequence[Curve]) -> None:
-    """Draw a constant curve between 0 and 1 on an axis from 0 to 1, instead of a narrow range around its value."""
-    values = {value for curve in curves for value in curve.values}
-    if len(values) == 1 and 0 <= min(values) <= 1 and not any(curve.intervals for curve in curves):
-        axes.set_ylim(-0.05, 1.05)
-
-
-def _draw(axes: Any, curve: Curve, style: dict[str, Any]) -> None:
-    many = len(curve.steps) > _MANY_POINTS
-    if curve.intervals:
-        bars = [interval or (value, value) for interval, value in zip(curve.intervals, curve.values, strict=True)]
-        # Rounding may put an end of an interval slightly on the wrong side of its value.
-        below = [max(0.0, value - low) for (low, _), value in zip(bars, curve.values, strict=True)]
-        above = [max(0.0, high - value) for (_, high), value in zip(bars, curve.values, strict=True)]
-        settings = {"marker": "o", "markersize": 4, "capsize": 3, "elinewidth": 1.2}
-        axes.errorbar(curve.steps, curve.values, yerr=[below, above], label=curve.label, **style, **settings)
-        return
-    marker = "o" if len(curve.steps) == 1 else None
-    label = None if many else curve.label
-    alpha = 0.3 if many else 1.0
-    width = 1.2 if many else style["linewidth"]
-    axes.plot(curve.steps, curve.values, **(style | {"linewidth": width}), alpha=alpha, marker=marker, label=label)
-    if many:
-        means = moving_average(curve.values, round(len(curve.values) * _REACH_FRACTION))
-        axes.plot(curve.steps, means, **style, label=curve.label)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 import shlex
@@ -16,11 +14,12 @@ from typing import Any, Final
 
 import yaml
 
+from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError
+from flatpeak.report import story
 from flatpeak.report.charts import charts, reward_weights
 from flatpeak.report.evaluations import (
     EvaluationColumn,
-    best_evaluation,
     cell,
     evaluation_columns,
     extraction_failure_metric,
@@ -38,25 +37,12 @@ from flatpeak.runs.signals import signal_name
 from flatpeak.runs.summary import RunSummary, StageEvaluation, read_summary
 
 Row = dict[str, Any]
-
-COLUMNS: Final = (
-    "run",
-    "status",
-    "task",
-    "questions",
-    "start_accuracy",
-    "sft_accuracy",
-    "final_accuracy",
-    "final_low",
-    "final_high",
-    "extraction_failed",
-    "metric",
-    "best_step",
-    "best_value",
-    "last_step",
-    "wall_seconds",
-)
-"""The columns of the run-summary table."""
+GROUPS: Final = 20
+"""The most groups of completions on the page."""
+STEPS_OF_GROUPS: Final = 10
+"""The most steps that these groups are from."""
+REFRESH: Final = 20
+"""Seconds after which the page of a running run reloads itself."""
 
 
 def write_report(run_dir: Path) -> Path:
@@ -82,6 +68,7 @@ def page_content(run: RunPaths) -> dict[str, Any]:
     evaluations = summary.evaluations if summary else evaluations_of(rows)
     config = run.config.read_text(encoding="utf-8") if run.config.exists() else None
     metric, best_step = (summary.metric, summary.best_step) if summary else (None, None)
+    limit = ((yaml.safe_load(config) if config else None) or {}).get("rollout", {}).get("max_new_tokens")
     is_reward_model = _trains_reward_model(rows)
     after = "after training" if is_reward_model else "after RL"
     columns = evaluation_columns(evaluations, best_step=best_step, after=after)
@@ -92,7 +79,14 @@ def page_content(run: RunPaths) -> dict[str, Any]:
         "signal": signal_name(summary.signal) if summary and summary.signal else None,
         "is_reward_model": is_reward_model,
         "headline": headline(summary, columns, rows),
-        "no_signal": no_signal_warning(rows, evaluations, config),
+        "sentence": story.sentence(summary, evaluations, rows),
+        "refresh": REFRESH if summary is not None and summary.status == "running" else None,
+        "warnings": [
+            text
+            for text in (no_signal_warning(rows, evaluations, config), *story.warnings(rows, evaluations, limit=limit))
+            if text
+        ],
+        "next_commands": story.next_commands(run.path, summary),
         "notices": [(_position(row), row["text"]) for row in read_notices(run.notices)],
         "charts": charts(rows, evaluations, weights=reward_weights(config), metric=metric),
         "unit": "pairs" if is_reward_model else "questions",
@@ -101,13 +95,23 @@ def page_content(run: RunPaths) -> dict[str, Any]:
         "robustness_table": robustness_table(columns),
         "evaluations": evaluations,
         "eval_metrics": list(dict.fromkeys(name for evaluation in evaluations for name in evaluation.metrics)),
-        "rollouts": example_rollouts(run),
+        "groups": groups_over_run(run),
+        "phases": story.phases(rows),
         "manifest": manifest,
         "started": _minute(manifest["started"]) if manifest else None,
         "command": shlex.join(manifest["command"]) if manifest else None,
+        "changes": recipe_changes(config),
         "config": config,
         "cell": cell,
     }
+
+
+def recipe_changes(config: str | None) -> str | None:
+    """The settings of a run that differ from flatpeak's defaults, as YAML; None without a recipe of this version."""
+    with suppress(UserError):
+        changed = story.recipe_changes(parse_config(yaml.safe_load(config))) if config else {}
+        return yaml.safe_dump(changed, sort_keys=False, allow_unicode=True) if changed else None
+    return None
 
 
 def subject(config: str | None, evaluations: Sequence[StageEvaluation]) -> str | None:
@@ -200,22 +204,43 @@ def evaluations_of(rows: Sequence[Row]) -> tuple[StageEvaluation, ...]:
     return tuple(evaluations)
 
 
-def example_rollouts(run: RunPaths) -> dict[str, Any] | None:
-    """The best, median and worst completion of the group with the most different rewards, at the last logged step."""
+def groups_over_run(run: RunPaths) -> list[dict[str, Any]]:
+    """Groups from all over the run, at most `GROUPS`: of evenly spaced steps, those whose rewards differ most."""
     steps = logged_steps(run.rollouts)
-    if not steps:
-        return None
-    step, rows = _last_whole_step(steps)
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        if row["reward"] is not None:
-            groups.setdefault(row["group"], []).append(row)
-    if not groups:
-        return None
-    group = max(groups.values(), key=_spread)
-    ranked = sorted(group, key=lambda row: row["reward"], reverse=True)
-    picked = {"best": ranked[0], "median": ranked[len(ranked) // 2], "worst": ranked[-1]}
-    return {"step": step, "prompt": ranked[0]["prompt"], "gold": ranked[0]["gold"], "size": len(group), "rows": picked}
+    chosen = _evenly(sorted(steps), STEPS_OF_GROUPS)
+    groups_of_page: list[dict[str, Any]] = []
+    for step in chosen:
+        groups: dict[str, list[Row]] = {}
+        with suppress(UserError):  # a file that is cut short
+            for row in read_rollouts(steps[step]):
+                if row["reward"] is not None:
+                    groups.setdefault(row["group"], []).append(row)
+        for group in sorted(groups.values(), key=_spread, reverse=True)[: max(1, GROUPS // len(chosen))]:
+            groups_of_page.append(_group(step, group))
+    return groups_of_page
+
+
+def _evenly(steps: Sequence[int], count: int) -> list[int]:
+    """At most `count` of the steps, with the first and the last."""
+    if len(steps) <= count:
+        return list(steps)
+    return [steps[round(index * (len(steps) - 1) / (count - 1))] for index in range(count)]
+
+
+def _group(step: int, group: Sequence[Row]) -> dict[str, Any]:
+    """A group for the page: equal completions are one, the best first."""
+    by_text: dict[str, list[Row]] = {}
+    for row in sorted(group, key=lambda row: row["reward"], reverse=True):
+        by_text.setdefault(row["text"], []).append(row)
+    rewards = [row["reward"] for row in group]
+    return {
+        "step": step,
+        "prompt": group[0]["prompt"],
+        "gold": group[0]["gold"],
+        "size": len(group),
+        "reward": sum(rewards) / len(rewards),
+        "completions": [{**rows[0], "count": len(rows)} for rows in by_text.values()],
+    }
 
 
 def _position(notice: Row) -> str:
@@ -223,14 +248,6 @@ def _position(notice: Row) -> str:
     if notice["stage"] == START:
         return "start"
     return f"{'SFT' if notice['stage'] == 'sft' else 'training'} step {notice['step']}"
-
-
-def _last_whole_step(steps: Mapping[int, Path]) -> tuple[int, list[Row]]:
-    """The last step whose file can be read, and its rows; (0, []) if there is none."""
-    for step in sorted(steps, reverse=True):
-        with suppress(UserError):
-            return step, read_rollouts(steps[step])
-    return 0, []
 
 
 def _spread(group: Sequence[Row]) -> float:
@@ -248,90 +265,3 @@ def _with_failures(evaluation: StageEvaluation, metric: str) -> str:
     failed = evaluation.metrics.get(extraction_failure_metric(metric))
     failures = "" if failed is None or not metric.endswith("accuracy") else f"; no answer found in {failed:.1%}"
     return cell(evaluation, metric) + failures
-
-
-def run_table(runs: Sequence[Path]) -> str:
-    """The run-summary table as CSV; missing values are empty cells. UserError if a directory is not a run's."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    for run in runs:
-        writer.writerow({"run": run.as_posix()} | _summary_row(read_summary(RunPaths(run).summary)))
-    return text.getvalue()
-
-
-def compared_runs(runs: Sequence[Path]) -> str:
-    """A table of runs for a terminal: the held-out metric at every stage, its last interval, best and last step, time.
-
-    The metric is accuracy if the run has it, else the metric that chose its checkpoints. A dash marks a missing value.
-    """
-    rows: list[tuple[str, ...]] = [("run", "metric", "start", "SFT", "final", "95% interval", "best", "last", "time")]
-    rows += [_comparison_row(run, RunPaths(run).summary) for run in runs]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        # Words are aligned to the left, numbers to the right.
-        padded = [text.ljust(width) for text, width in zip(row[:2], widths[:2], strict=True)]
-        padded += [text.rjust(width) for text, width in zip(row[2:], widths[2:], strict=True)]
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join(lines)
-
-
-def _comparison_row(run: Path, path: Path) -> tuple[str, ...]:
-    if not path.exists():
-        return (f"{run.as_posix()} (no summary)", *("-" for _ in range(8)))
-    summary = read_summary(path)
-    final = summary.evaluations[-1] if summary.evaluations else None
-    metric = (headline_metric(final, metric=summary.metric) if final else None) or summary.metric
-    interval = final.intervals.get(metric) if final else None
-    stages = (summary.evaluation("start"), summary.evaluation("sft"), final)
-    return (
-        run.as_posix() if summary.status == "done" else f"{run.as_posix()} ({summary.status})",
-        metric,
-        *(_short(None if evaluation is None else evaluation.metrics.get(metric)) for evaluation in stages),
-        "-" if interval is None else f"[{interval[0]:.3f}, {interval[1]:.3f}]",
-        "-" if summary.best_step is None else str(summary.best_step),
-        str(summary.last_step),
-        f"{summary.wall_seconds:.0f} s",
-    )
-
-
-def _short(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _summary_row(summary: RunSummary) -> dict[str, Any]:
-    final = summary.evaluations[-1] if summary.evaluations else None
-    low, high = _interval(final)
-    best = best_evaluation(summary)
-    return {
-        "status": summary.status,
-        "task": final.task if final else None,
-        "questions": final.size if final else None,
-        "start_accuracy": _accuracy(summary.evaluation("start")),
-        "sft_accuracy": _accuracy(summary.evaluation("sft")),
-        "final_accuracy": _accuracy(final),
-        "final_low": low,
-        "final_high": high,
-        "extraction_failed": _metric_value(final, "extraction_failed"),
-        "metric": summary.metric,
-        "best_step": summary.best_step,
-        "best_value": best.metrics.get(summary.metric) if best else None,
-        "last_step": summary.last_step,
-        "wall_seconds": round(summary.wall_seconds, 1),
-    }
-
-
-def _accuracy(evaluation: StageEvaluation | None) -> float | None:
-    """The accuracy of greedy answers; of samples if there are no greedy answers."""
-    return _metric_value(evaluation, "accuracy")
-
-
-def _metric_value(evaluation: StageEvaluation | None, metric: str) -> float | None:
-    metrics = {} if evaluation is None else evaluation.metrics
-    return metrics.get(metric, metrics.get(f"sampled/{metric}"))
-
-
-def _interval(evaluation: StageEvaluation | None) -> tuple[float | None, float | None]:
-    intervals = {} if evaluation is None else evaluation.intervals
-    return intervals.get("accuracy", intervals.get("sampled/accuracy", (None, None)))

@@ -110,6 +110,23 @@ class NumberConfig(ComponentConfig):
         return NumberReward(extraction=self.extraction, evaluated=self.evaluated)
 
 
+class ExactConfig(ComponentConfig):
+    """1 if the text found in the completion is a gold answer of the row, else 0; spaces and line breaks count alike."""
+
+    type: Literal["exact"] = "exact"
+    extraction: Literal["whole", "answer_tag", "boxed", "last_line"] = "whole"
+    """The place of the answer. whole: all text after the thinking. answer_tag: the last answer block. boxed: the last
+    box. last_line: the last line that is not blank."""
+    ignore_case: bool = False
+    """Whether `Paris` and `paris` are the same answer."""
+
+    def build(self, name: str) -> Scorer:
+        """The rule that compares texts."""
+        from flatpeak.rewards.exact import ExactReward
+
+        return ExactReward(extraction=self.extraction, ignore_case=self.ignore_case)
+
+
 class FormatConfig(ComponentConfig):
     """A third for each rule of the r1_zero form: the thinking is closed, one answer block, nothing around them."""
 
@@ -229,6 +246,7 @@ class FunctionConfig(ComponentConfig):
 
 RewardConfig = Annotated[
     NumberConfig
+    | ExactConfig
     | FormatConfig
     | ChoiceConfig
     | LengthConfig

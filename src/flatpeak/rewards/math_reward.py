@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from flatpeak.rewards.base import ComponentScores, MathExtraction, Scorer, by_group
 from flatpeak.rewards.math.extract import extract_answer, gold_answer
-from flatpeak.rewards.math.grader import MathGrader, UnscorableError, score_of
+from flatpeak.rewards.math.grader import MathGrader, Outcome, UnscorableError, score_of
 from flatpeak.rewards.math.rule_grader import normalized
 from flatpeak.rewards.math.unevaluated import is_evaluated, only_evaluated
 from flatpeak.rewards.workers.pool import WorkerError
@@ -60,8 +60,13 @@ def _rewards(answer: str | None, gold: str, grader: MathGrader | None, question:
     return {"format_reward": float(answer is not None), "answer_reward": right, "reward": right}
 
 
+def _best(outcomes: Sequence[Outcome]) -> Outcome:
+    """The outcome of an answer over several golds: right by one of them, else not decided by one, else wrong."""
+    return max(outcomes, key=lambda outcome: (score_of(outcome) == 1, isinstance(outcome, WorkerError)))
+
+
 class MathReward(Scorer):
-    """1 if the answer in a completion is equal to the row's gold answer, else 0.
+    """1 if the answer in a completion is equal to a gold answer of the row, else 0.
 
     An answer that runs out of time or memory is not shown to be right, and so scores 0. The score is missing if the
     answer is not to blame: the gold answer also exceeds the grader's limits, or a worker died. The grader owns worker
@@ -87,16 +92,16 @@ class MathReward(Scorer):
 
     def score_within(self, groups: Sequence[Group], budget: GradingBudget | None) -> ComponentScores:
         """The scores of all groups; completions beyond the budget have run out of time."""
-        pairs = [
-            (extract_answer(judged_text(completion, group.prompt), self._extraction), group.prompt.example.gold)
+        asked = [
+            (extract_answer(judged_text(completion, group.prompt), self._extraction), group.prompt.example)
             for group in groups
             for completion in group.completions
         ]
+        pairs = [(answer, gold) for answer, example in asked for gold in example.golds]
         if self._evaluated:
-            pairs = only_evaluated(
-                pairs, [group.prompt.example.question for group in groups for _ in group.completions]
-            )
-        outcomes = self._grader.compare(pairs, budget=budget)
+            pairs = only_evaluated(pairs, [example.question for _, example in asked for _ in example.golds])
+        compared = iter(self._grader.compare(pairs, budget=budget))
+        outcomes = [_best([next(compared) for _ in example.golds]) for _, example in asked]
         errors = [outcome for outcome in outcomes if isinstance(outcome, WorkerError)]
         errors.sort(key=lambda error: isinstance(error, UnscorableError))  # failures first
         scores = [score_of(outcome) for outcome in outcomes]

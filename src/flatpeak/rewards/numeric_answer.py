@@ -79,22 +79,17 @@ _CHANGING: Final = frozenset({"k", "mil", "squared", "cubed", "factorial"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumberReward(Rule):
-    """1 if the extracted number equals the row's gold number, else 0."""
+    """1 if the extracted number equals a gold number of the row, else 0."""
 
     extraction: NumberExtraction = "whole"
     evaluated: bool = False
     """Require the answer to be worked out (see `flatpeak.rewards.math.unevaluated`)."""
 
     def __call__(self, completion: Completion, prompt: Prompt) -> Score:
-        """1.0 or 0.0; UserError with the row's name if the gold answer is not a number."""
-        gold = parse_number(prompt.example.gold)
-        if gold is None:
-            raise UserError(
-                f"the gold answer {prompt.example.gold[:80]!r} of row {prompt.id!r} is not a number: give the task "
-                "numeric gold answers (answer_pattern can cut them out), or use another reward type"
-            )
+        """1.0 or 0.0; UserError with the row's name if a gold answer is not a number."""
+        golds = [_gold_number(gold, prompt) for gold in prompt.example.golds]
         text = judged_text(completion, prompt)
-        return float(extract_answer(text, self.extraction) == gold and not self._leaves_work(text, prompt))
+        return float(extract_answer(text, self.extraction) in golds and not self._leaves_work(text, prompt))
 
     def answer(self, completion: Completion, prompt: Prompt) -> str | None:
         """The extracted number in lowest terms (`3/4`, `-5`), or None, for majority votes."""
@@ -107,6 +102,16 @@ class NumberReward(Rule):
     def _leaves_work(self, text: str, prompt: Prompt) -> bool:
         example = prompt.example
         return self.evaluated and leaves_work(text, self.extraction, gold=example.gold, question=example.question)
+
+
+def _gold_number(gold: str, prompt: Prompt) -> Fraction:
+    number = parse_number(gold)
+    if number is None:
+        raise UserError(
+            f"the gold answer {gold[:80]!r} of row {prompt.id!r} is not a number: give the task numeric gold answers "
+            "(answer_pattern can cut them out), or use another reward type"
+        )
+    return number
 
 
 def extract_answer(text: str, extraction: NumberExtraction) -> Fraction | None:

@@ -38,7 +38,7 @@ class RewardSet:
     seconds of each `step_budget`. `notice` is called about failures and about what cannot be sent to a worker.
     """
 
-    passes_on: ClassVar[bool] = False
+    delegates: ClassVar[bool] = False
     """Whether it has no components and passes on another object's scores, as some subclasses do."""
 
     def __init__(
@@ -50,7 +50,7 @@ class RewardSet:
         budget: float | None = None,
         notice: Callable[[str], None] | None = None,
     ) -> None:
-        if not self.passes_on:
+        if not self.delegates:
             _check(components)
         self._components = {component.name: component for component in components}
         self._scorers = {component.name: component.scorer for component in components}
@@ -242,7 +242,7 @@ class CallersReward(RewardSet):
     It is scored in this process and extracts no answers; the caller has to close its resources.
     """
 
-    passes_on = True
+    delegates = True
 
     def __init__(self, function: Reward) -> None:
         super().__init__([])

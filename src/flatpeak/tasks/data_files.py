@@ -8,7 +8,7 @@ import json
 import random
 import re
 import zipfile
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -83,14 +83,39 @@ class SourceConfig(RowsSourceConfig):
     """A source of rows and the meaning of its columns."""
 
     question: str = "question"
-    """A column name, or a format string over columns such as "{Body} {Question}"."""
-    answer: str = "answer"
-    """The column (or format string) of the gold answer."""
+    """A column, a path into one (`extra_info.question`), or a format string over columns such as "{Body} {Question}". A
+    column may hold chat messages; an assistant's message at their end is the rationale."""
+    answer: str | None = "answer"
+    """The column, path or format string of the gold answer; a list holds several, any of which is right. null: none,
+    for rewards that need none."""
     answer_pattern: str | None = None
     """A regular expression whose first group (or whole match, without groups) is the gold answer in that column; null:
     the whole column."""
     rationale: str | None = None
     """A column or format string for the SFT target (fields: columns, and `gold`); null: no rationale."""
+
+
+def cell_of(row: Row, column: str, *, option: str) -> Any:
+    """The cell of a column, or the value at a path into it: `extra_info.answer`, `messages.0.content`.
+
+    UserError if there is no such column or value.
+    """
+    if column in row.values:
+        return row.values[column]
+    value: Any = row.values
+    done: list[str] = []
+    for name in column.split("."):
+        if isinstance(value, list | tuple) and name.isdecimal() and int(name) < len(value):
+            value = value[int(name)]
+        elif isinstance(value, Mapping) and name in value:
+            value = value[name]
+        else:
+            missing = f"{name!r} in {'.'.join(done)!r}" if done else f"column {column!r}"
+            known = list(value) if isinstance(value, Mapping) else []
+            holds = f"it has {', '.join(map(repr, known))}" if known else f"that is a {type(value).__name__}"
+            raise UserError(f"{row.where}: no {missing} ({option}){did_you_mean(name, known)}; {holds}")
+        done.append(name)
+    return value
 
 
 def read_source(source: RowsSourceConfig, *, option: str) -> Iterator[Row]:

@@ -20,6 +20,7 @@ from flatpeak.tasks.data_files import (
     Row,
     SeededConfig,
     SizesConfig,
+    cell_of,
     directory,
     known_slugs,
     read_csv_cells,
@@ -30,7 +31,6 @@ from flatpeak.tasks.data_files import (
 )
 from flatpeak.tasks.multiple_choice import (
     Choices,
-    cell_of,
     check_choices,
     raw_text_of,
     repeated_right_options,

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from flatpeak.errors import UserError, did_you_mean
-from flatpeak.tasks.data_files import ExampleTask, Row, RowsSourceConfig, SeededConfig, read_source
+from flatpeak.errors import UserError
+from flatpeak.tasks.data_files import ExampleTask, Row, RowsSourceConfig, SeededConfig, cell_of, read_source
 from flatpeak.tasks.decontamination import is_held_out, question_key
 from flatpeak.types import Example
 
@@ -246,16 +246,6 @@ def _right_index(correct: Any, options: Sequence[str], labels: Sequence[str], ro
             f"{row.where}: {text!r} ({option}) {problem}; give the letter, the index from 0 or the whole text of one"
         )
     return candidates.pop()
-
-
-def cell_of(row: Row, column: str, *, option: str) -> Any:
-    """The cell of a column. UserError if there is no such column."""
-    if column not in row.values:
-        raise UserError(
-            f"{row.where}: no column {column!r} ({option}){did_you_mean(column, row.values)}; "
-            f"it has {', '.join(map(repr, row.values))}"
-        )
-    return row.values[column]
 
 
 def raw_text_of(row: Row, column: str, *, option: str) -> str:

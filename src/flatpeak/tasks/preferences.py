@@ -18,9 +18,10 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from flatpeak.errors import UserError
+from flatpeak.tasks.conversations import conversation_text, read_messages
 from flatpeak.tasks.data_files import ExampleTask, Row, SeededConfig, fetch_file, read_file, read_hub
 from flatpeak.tasks.decontamination import is_held_out, question_key
-from flatpeak.types import Example
+from flatpeak.types import Example, Message
 
 MAX_UNUSABLE: Final = 0.01
 """The largest share of rows without a prompt or a chosen answer, which are dropped; more is an error."""
@@ -139,8 +140,20 @@ def _examples(pairs: Iterable[PreferencePair]) -> tuple[Example, ...]:
     for pair in pairs:
         first.setdefault(pair.prompt, pair)
     return tuple(
-        Example(id=pair.id, question=prompt, gold=pair.chosen, columns=pair.columns) for prompt, pair in first.items()
+        Example(
+            id=pair.id,
+            question=prompt,
+            gold=pair.chosen,
+            columns=pair.columns,
+            messages=_messages_of(pair),
+        )
+        for prompt, pair in first.items()
     )
+
+
+def _messages_of(pair: PreferencePair) -> tuple[Message, ...]:
+    messages = tuple(pair.columns.get("messages", ()))
+    return messages if len(messages) > 1 else ()
 
 
 def _sources(config: PreferencesConfig) -> list[tuple[str, Iterator[Row]]]:
@@ -230,13 +243,6 @@ def _chosen_rejected(row: Row) -> _Comparison:
     return text, _last_answer(row, conversations[0]), _last_answer(row, conversations[1]), {"messages": before}
 
 
-def conversation_text(messages: Sequence[Mapping[str, str]]) -> str:
-    """A conversation as text: a single user message unchanged, else one paragraph per message, `role: content`."""
-    if len(messages) == 1 and messages[0]["role"] == "user":
-        return messages[0]["content"]
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
-
-
 def _prompt(row: Row, prompt: Any) -> tuple[str, dict[str, Any]]:
     if isinstance(prompt, str):
         return prompt, {}
@@ -260,26 +266,15 @@ def _split_transcript(transcript: str) -> tuple[str | None, str]:
     return ((head + mark).strip() if mark else None), answer.strip()
 
 
-def _messages(row: Row, column: str) -> list[dict[str, str]]:
-    value = row.values.get(column)
-    well_formed = isinstance(value, list | tuple) and value
-    if not well_formed or not all(
-        isinstance(message, Mapping)
-        and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), str)
-        for message in value or ()
-    ):
-        raise UserError(
-            f"{row.where}: column {column!r} is neither text nor a list of messages with role and content; repair it"
-        )
-    return [{"role": message["role"], "content": message["content"]} for message in value or ()]
+def _messages(row: Row, column: str) -> list[Message]:
+    return list(read_messages(row.values.get(column), where=f"{row.where}: column {column!r}"))
 
 
-def _shared(first: Sequence[dict[str, str]], second: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+def _shared(first: Sequence[Message], second: Sequence[Message]) -> list[Message]:
     return list(first) if list(first) == list(second) else []
 
 
-def _last_answer(row: Row, messages: Sequence[dict[str, str]]) -> str:
+def _last_answer(row: Row, messages: Sequence[Message]) -> str:
     if messages[-1]["role"] != "assistant":
         raise UserError(f"{row.where}: the last message is by {messages[-1]['role']!r}; an answer is the assistant's")
     return messages[-1]["content"]

@@ -37,7 +37,7 @@ class PromptConfig(StrictConfig):
     template: str = "plain"
     """plain, r1_zero, question_only, chat, the path of a text file that contains {question}, or such a text itself."""
     system: str | None = None
-    """The system message of a chat template; null: none."""
+    """The system message of a chat template, for rows that bring none; null: none."""
     user: str = PLACEHOLDER
     """The user's message of a chat template: the text around {question}."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -46,8 +46,8 @@ class PromptConfig(StrictConfig):
     """Most tokens in a prompt, at most the model's context minus rollout.max_new_tokens; null: that maximum."""
     overlong: Literal["error", "drop", "truncate_left"] = "error"
     """The treatment of prompts that are still too long after their worked examples are left out. error: raise an error.
-    drop: leave them out and count them. truncate_left: cut off the beginning of the question, and keep the template
-    around it whole."""
+    drop: leave them out and count them. truncate_left: cut off the beginning of the question (of a conversation, that
+    of its last message), and keep the rest whole."""
 
     @field_validator("user")
     @classmethod
@@ -85,8 +85,8 @@ class _Wording:
     ends_in_question: bool
 
 
-_Word = Callable[[str], _Wording]
-"""A template, from a question to its wording."""
+_Word = Callable[[str, Sequence[Message]], _Wording]
+"""A template, from a question and the chat messages before it to its wording."""
 
 
 def build_prompts(
@@ -102,14 +102,15 @@ def build_prompts(
     _check_chat_template(tokenizer)
     limit = _token_limit(config, max_tokens)
     encoder = TextEncoder(tokenizer)
-    word = _chat_wording(encoder, config) if config.template == CHAT else _text_wording(encoder, config)
+    in_chat = config.template == CHAT
+    word = _chat_wording(encoder, config) if in_chat else _text_wording(encoder, config)
     prompts: list[Prompt] = []
     too_long: list[tuple[int, str]] = []
     fewer_shots = 0
     interned: dict[int, int] = {}
     for example in examples:
         _check_example(example)
-        wording, shots_left_out = _fit_shots(example, word, limit=limit)
+        wording, shots_left_out = _fit_shots(example, word, in_chat=in_chat, limit=limit)
         if not wording.token_ids:
             raise UserError(
                 f"example {example.id!r} makes an empty prompt: give it a question, or use a prompt.template"
@@ -118,7 +119,7 @@ def build_prompts(
             too_long.append((len(wording.token_ids), example.id))
             if config.overlong != "truncate_left":
                 continue
-            wording = _shorten_question(example, word, limit=limit)
+            wording = _shorten_question(example, word, in_chat=in_chat, limit=limit)
         fewer_shots += shots_left_out > 0
         prompts.append(
             Prompt(
@@ -206,7 +207,7 @@ def _text_wording(encoder: TextEncoder, config: PromptConfig) -> _Word:
     template = template_text(config.template)
     ends_in_question = template.rstrip().endswith(PLACEHOLDER)
 
-    def word(question: str) -> _Wording:
+    def word(question: str, before: Sequence[Message]) -> _Wording:
         # Not str.format: other braces in the template (LaTeX, JSON) are text.
         text = template.replace(PLACEHOLDER, encoder.quote(question))
         return _Wording(text=unquote(text), token_ids=tuple(_encode(encoder, text)), ends_in_question=ends_in_question)
@@ -252,10 +253,15 @@ def _chat_wording(encoder: TextEncoder, config: PromptConfig) -> _Word:
     # Fails early if the template is unusable.
     sample, _ = word_messages(encoder, (*system, {"role": "user", "content": "?"}), config)
 
-    def word(question: str) -> _Wording:
+    def word(question: str, before: Sequence[Message]) -> _Wording:
+        own_system = () if before and before[0]["role"] == "system" else system
         asked, quoted = (
-            (*system, {"role": "user", "content": config.user_message(text)})
-            for text in (question, encoder.quote(question))
+            (
+                *own_system,
+                *({"role": turn["role"], "content": quote(turn["content"])} for turn in before),
+                {"role": "user", "content": config.user_message(quote(question))},
+            )
+            for quote in (str, encoder.quote)
         )
         text, token_ids = word_messages(encoder, quoted, config)
         return _Wording(text=text, token_ids=token_ids, messages=asked, ends_in_question=sample.rstrip().endswith("?"))
@@ -275,20 +281,29 @@ def _token_limit(config: PromptConfig, max_tokens: int) -> int:
     return max_tokens if config.max_tokens is None else min(max_tokens, config.max_tokens)
 
 
-def _fit_shots(example: Example, word: _Word, *, limit: int) -> tuple[_Wording, int]:
+def _question(example: Example, *, in_chat: bool) -> tuple[str, Sequence[Message]]:
+    """The text to ask, and the messages before it: a chat template gets a conversation as it is, others as one text."""
+    if in_chat and example.messages:
+        return example.messages[-1]["content"], example.messages[:-1]
+    return example.question, ()
+
+
+def _fit_shots(example: Example, word: _Word, *, in_chat: bool, limit: int) -> tuple[_Wording, int]:
     """The wording with as many of the first shots as fit, and the number left out."""
+    question, before = _question(example, in_chat=in_chat)
     for kept in range(len(example.shots), -1, -1):
-        wording = word("".join((example.preamble, *example.shots[:kept], example.question)))
+        wording = word("".join((example.preamble, *example.shots[:kept], question)), before)
         if len(wording.token_ids) <= limit:
             break
     return wording, len(example.shots) - kept
 
 
-def _shorten_question(example: Example, word: _Word, *, limit: int) -> _Wording:
+def _shorten_question(example: Example, word: _Word, *, in_chat: bool, limit: int) -> _Wording:
     """The wording without shots and with the longest suffix of the question that fits, by bisection over its start."""
-    preamble, question = example.preamble, example.question
+    preamble = example.preamble
+    question, before = _question(example, in_chat=in_chat)
     too_early, start = 0, len(question) - 1
-    best = word(preamble + question[start:])
+    best = word(preamble + question[start:], before)
     if len(best.token_ids) > limit:
         raise UserError(
             f"example {example.id!r}: with one character of the question left the prompt has {len(best.token_ids)} "
@@ -297,7 +312,7 @@ def _shorten_question(example: Example, word: _Word, *, limit: int) -> _Wording:
         )
     while start - too_early > 1:
         middle = (too_early + start) // 2
-        wording = word(preamble + question[middle:])
+        wording = word(preamble + question[middle:], before)
         if len(wording.token_ids) <= limit:
             start, best = middle, wording
         else:

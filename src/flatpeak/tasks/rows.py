@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from flatpeak.errors import UserError, did_you_mean
-from flatpeak.tasks.data_files import ExampleTask, Row, SeededConfig, SourceConfig, read_source
+from flatpeak.errors import UserError
+from flatpeak.tasks.conversations import conversation_text, read_messages, split_answer
+from flatpeak.tasks.data_files import ExampleTask, Row, SeededConfig, SourceConfig, cell_of, read_source
 from flatpeak.tasks.decontamination import (
     OverlapConfig,
     cluster_keys,
@@ -23,7 +24,7 @@ from flatpeak.tasks.decontamination import (
     repetition_notices,
 )
 from flatpeak.tasks.prompts import field_names, fill
-from flatpeak.types import Example
+from flatpeak.types import Example, Message
 from flatpeak.utils.answers import is_integer, normalize_gold
 
 Split = tuple[tuple[Example, ...], tuple[Example, ...]]
@@ -119,38 +120,58 @@ def _read_sources(config: RowsConfig, side: str, sources: Sequence[SourceConfig]
     for position, source in enumerate(sources):
         option = f"task.{side}.{position}"
         prefix = "" if alone else f"{side}.{position}/"
-        examples += _read_source(source, option=option, prefix=prefix, integers_only=config.integers_only)
+        rows = read_source(source, option=option)
+        examples += examples_of(rows, source, option=option, prefix=prefix, integers_only=config.integers_only)
     return examples
 
 
-def _read_source(source: SourceConfig, *, option: str, prefix: str, integers_only: bool) -> list[Example]:
+def examples_of(
+    rows: Iterable[Row], source: SourceConfig, *, option: str, prefix: str = "", integers_only: bool = False
+) -> list[Example]:
+    """The rows of a source as examples, whose ids begin with `prefix`. UserError with the place of a bad row.
+
+    `option` is the dotted key of the source. `integers_only` leaves out rows whose gold answer is no integer.
+    """
     pattern = _pattern(source, option=option)
     examples: list[Example] = []
     where_by_id: dict[str, str] = {}
-    for index, row in enumerate(read_source(source, option=option)):
-        gold = _gold(row, source, pattern, option=option, integers_only=integers_only)
-        if gold is None:
+    for index, row in enumerate(rows):
+        golds = _golds(row, source, pattern, option=option, integers_only=integers_only)
+        if golds is None:
             continue
         id = str(index) if source.id is None else _compose(source.id, row, option=f"{option}.id") or ""
         if not id or id in where_by_id:
             problem = f"id {id!r} occurs already at {where_by_id[id]}" if id else f"no id in column {source.id!r}"
             raise UserError(f"{row.where}: {problem}; make ids unique, or number the rows with {option}.id=null")
         where_by_id[id] = row.where
-        question = _compose(source.question, row, option=f"{option}.question")
-        if question is None:
-            raise UserError(
-                f"{row.where}: the question ({option}.question={source.question}) is empty; repair or remove it"
-            )
+        question, messages, reply = _question(row, source, option=option)
+        rationale = reply if source.rationale is None else _rationale(source, row, golds[0], option=option)
         examples.append(
             Example(
                 id=prefix + id,
                 question=question,
-                gold=gold,
-                rationale=_rationale(source, row, gold, option=f"{option}.rationale"),
+                gold=golds[0],
+                other_golds=golds[1:],
+                messages=messages,
+                rationale=rationale,
                 columns=row.values,
             )
         )
     return examples
+
+
+def _question(row: Row, source: SourceConfig, *, option: str) -> tuple[str, tuple[Message, ...], str | None]:
+    """The question as text and, from a column of chat messages, as messages, with the assistant's reply to them."""
+    where = f"{option}.question"
+    cell = None if "{" in source.question else cell_of(row, source.question, option=where)
+    if isinstance(cell, list | tuple):
+        place = f"{row.where}: column {source.question!r}"
+        messages, reply = split_answer(read_messages(cell, where=place), where=place)
+        return conversation_text(messages), messages if len(messages) > 1 else (), reply
+    question = _compose(source.question, row, option=where)
+    if question is None:
+        raise UserError(f"{row.where}: the question ({where}={source.question}) is empty; repair or remove it")
+    return question, (), None
 
 
 def _pattern(source: SourceConfig, *, option: str) -> re.Pattern[str] | None:
@@ -162,34 +183,38 @@ def _pattern(source: SourceConfig, *, option: str) -> re.Pattern[str] | None:
         raise UserError(f"{option}.answer_pattern={source.answer_pattern!r}: {error}; repair the expression") from error
 
 
-def _gold(
+def _golds(
     row: Row, source: SourceConfig, pattern: re.Pattern[str] | None, *, option: str, integers_only: bool
-) -> str | None:
-    """The normalized gold answer; None for a row that `integers_only` leaves out."""
-    answer = _compose(source.answer, row, option=f"{option}.answer")
-    if answer is None:
+) -> tuple[str, ...] | None:
+    """The normalized gold answers, without repetitions; None for a row that `integers_only` leaves out."""
+    if source.answer is None:
+        return ("",)
+    cell = None if "{" in source.answer else cell_of(row, source.answer, option=f"{option}.answer")
+    if isinstance(cell, list | tuple):
+        texts = [_text(item, where=f"{row.where}: column {source.answer!r}") for item in cell]
+    else:
+        texts = [_compose(source.answer, row, option=f"{option}.answer") or ""]
+    texts = [text for text in texts if text]
+    if not texts:
         raise UserError(f"{row.where}: the answer ({option}.answer={source.answer}) is empty; repair or remove the row")
     if pattern is not None:
-        match = pattern.search(answer)
-        extracted = match and (match[1] if pattern.groups else match[0])
-        if not extracted and integers_only:
-            return None
-        if not extracted:
+        matches = [match[1] if pattern.groups else match[0] for text in texts if (match := pattern.search(text))]
+        if not any(matches) and not integers_only:
             raise UserError(
-                f"{row.where}: {option}.answer_pattern finds nothing in {answer[:60]!r}; widen it, or drop such rows "
+                f"{row.where}: {option}.answer_pattern finds nothing in {texts[0][:60]!r}; widen it, or drop such rows "
                 "with task.integers_only=true"
             )
-        answer = str(extracted)
-    gold = normalize_gold(answer)
-    return None if integers_only and not is_integer(gold) else gold
+        texts = [text for text in matches if text]
+    golds = tuple(dict.fromkeys(map(normalize_gold, texts)))
+    if integers_only:
+        golds = tuple(filter(is_integer, golds))
+    return golds or None
 
 
 def _rationale(source: SourceConfig, row: Row, gold: str, *, option: str) -> str | None:
-    """The SFT target; None if the row has none (one of its columns is empty)."""
-    if source.rationale is None:
-        return None
+    """The SFT target by the source's column or format string; None if one of its columns is empty."""
     with_gold = Row(where=row.where, values={**row.values, "gold": gold})
-    return _compose(source.rationale, with_gold, option=option, require_all=True)
+    return _compose(str(source.rationale), with_gold, option=f"{option}.rationale", require_all=True)
 
 
 def _compose(expression: str, row: Row, *, option: str, require_all: bool = False) -> str | None:
@@ -197,12 +222,7 @@ def _compose(expression: str, row: Row, *, option: str, require_all: bool = Fals
     is_template = "{" in expression
     values: dict[str, object] = {}
     for column in field_names(expression, option=option) if is_template else (expression,):
-        if column not in row.values:
-            raise UserError(
-                f"{row.where}: no column {column!r} ({option}){did_you_mean(column, row.values)}; "
-                f"it has {', '.join(map(repr, row.values))}"
-            )
-        values[column] = _text(row.values[column], where=f"{row.where}: column {column!r}")
+        values[column] = _text(cell_of(row, column, option=option), where=f"{row.where}: column {column!r}")
     non_empty = [bool(value) for value in values.values()]
     if not (all(non_empty) if require_all else any(non_empty)):
         return None

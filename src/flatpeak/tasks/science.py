@@ -19,7 +19,16 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from flatpeak.errors import UserError, did_you_mean
-from flatpeak.tasks.data_files import ExampleTask, Row, SeededConfig, directory, fetch_file, read_file, read_objects
+from flatpeak.tasks.data_files import (
+    ExampleTask,
+    Row,
+    SeededConfig,
+    cell_of,
+    directory,
+    fetch_file,
+    read_file,
+    read_objects,
+)
 from flatpeak.tasks.decontamination import OverlapConfig, first_occurrences, is_held_out, question_key
 from flatpeak.tasks.rows import drop_overlap
 from flatpeak.types import Example
@@ -191,19 +200,19 @@ def _dr_sci_rows(source: str, config: DrSCIConfig) -> Iterator[tuple[str, _Quest
     if not file.is_file():
         raise UserError(f"task.path={config.path}: no {name} in it; put it there, or leave {source} out of task.parts")
     for index, row in enumerate(islice(read_file(str(file), option="task.path"), config.rows)):
-        subject = str(_value_at(row, config.subject, option="task.subject") or "")
+        subject = str(cell_of(row, config.subject, option="task.subject") or "")
         if config.subjects and subject not in config.subjects:
             continue
         question, gold = (
-            str(_value_at(row, path, option=f"task.{option}") or "").strip()
+            str(cell_of(row, path, option=f"task.{option}") or "").strip()
             for path, option in ((config.question, "question"), (config.answer, "answer"))
         )
         if not question or not gold:
             yield row.where, None
             continue
-        topic = None if config.topic is None else str(_value_at(row, config.topic, option="task.topic"))
+        topic = None if config.topic is None else str(cell_of(row, config.topic, option="task.topic"))
         # Only the open-ended file has rubrics. The column `prompt` repeats the question with more text.
-        rubric = _value_at(row, config.rubric, option="task.rubric") if source == "open-ended" else None
+        rubric = cell_of(row, config.rubric, option="task.rubric") if source == "open-ended" else None
         example = Example(
             id=f"{source}/{index}",
             question=question,
@@ -213,20 +222,6 @@ def _dr_sci_rows(source: str, config: DrSCIConfig) -> Iterator[tuple[str, _Quest
         )
         cell = question_key(question) if topic is None else f"{subject}/{topic}"
         yield row.where, _Question(example=example, cell=cell)
-
-
-def _value_at(row: Row, path: str, *, option: str) -> Any:
-    """The value at a path such as `extra_info.question`; UserError if a name in it is missing."""
-    value: Any = row.values
-    for name in path.split("."):
-        if not isinstance(value, dict) or name not in value:
-            known = list(value) if isinstance(value, dict) else []
-            raise UserError(
-                f"{row.where}: no {name!r} ({option}={path}){did_you_mean(name, known)}; "
-                f"there is {', '.join(map(repr, known)) or type(value).__name__}"
-            )
-        value = value[name]
-    return value
 
 
 def _text(row: Row, columns: dict[str, Any], name: str) -> str:

@@ -15,7 +15,8 @@ from flatpeak.config.load import Settings
 from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.launch import check_alone
 from flatpeak.errors import RunError, UserError
-from flatpeak.pipeline.request import CallerObjects, RunResult
+from flatpeak.pipeline.request import CallerObjects
+from flatpeak.pipeline.result import RunResult
 from flatpeak.pipeline.samplers import SamplerFactory
 from flatpeak.pipeline.train import train
 from flatpeak.protocols import Progress, SamplerLike, Task

@@ -44,9 +44,9 @@ def extract_answer(text: str, extraction: MathExtraction = "auto") -> str | None
     if _has_too_many_boxes(text):
         return None
     block = last_block(text) if extraction != "boxed" else None
-    found = [each for each in (block, _last_box(text)) if each is not None]
-    if found:
-        return max(found, key=lambda each: each[0])[1]
+    answers = [each for each in (block, _last_box(text)) if each is not None]
+    if answers:
+        return max(answers, key=lambda each: each[0])[1]
     if extraction != "any" or any(mark in text for mark in _UNFINISHED):
         return None
     if _MARK in text:

@@ -1,0 +1,51 @@
+"""The reward for answers that must be given word for word."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from flatpeak.rewards.base import Rule
+from flatpeak.rewards.math.extract import block_answer, extract_answer
+from flatpeak.utils.answers import after_thinking, judged_text
+
+if TYPE_CHECKING:
+    from flatpeak.types import Completion, Prompt, Score
+
+TextExtraction = Literal["whole", "answer_tag", "boxed", "last_line"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExactReward(Rule):
+    """1 if the extracted text equals a gold answer of the row, up to white space (and case, if ignored), else 0."""
+
+    extraction: TextExtraction = "whole"
+    ignore_case: bool = False
+
+    def __call__(self, completion: Completion, prompt: Prompt) -> Score:
+        """The score, 1.0 or 0.0."""
+        golds = [self._spelled(gold) for gold in prompt.example.golds]
+        return float(self.answer(completion, prompt) in golds)
+
+    def answer(self, completion: Completion, prompt: Prompt) -> str | None:
+        """The extracted text in one spelling, or None."""
+        text = extract_text(judged_text(completion, prompt), self.extraction)
+        return None if text is None else self._spelled(text) or None
+
+    def _spelled(self, text: str) -> str:
+        text = " ".join(text.split())
+        return text.casefold() if self.ignore_case else text
+
+
+def extract_text(text: str, extraction: TextExtraction) -> str | None:
+    """The text that a transcript gives as its answer, or None if it gives none."""
+    match extraction:
+        case "whole":
+            return after_thinking(text)
+        case "answer_tag":
+            return block_answer(text)
+        case "boxed":
+            return extract_answer(text, "boxed")
+        case "last_line":
+            lines = [line for line in after_thinking(text).splitlines() if line.strip()]
+            return lines[-1] if lines else None

@@ -1,0 +1,109 @@
+"""A Python caller's data set as a task: anything that has rows, with its columns found by their usual names."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, cast
+
+from flatpeak.errors import UserError
+from flatpeak.protocols import Task
+from flatpeak.tasks.data_files import ExampleTask, Row, SourceConfig, read_file
+from flatpeak.tasks.decontamination import question_key
+from flatpeak.tasks.rows import examples_of
+from flatpeak.types import Example
+
+QUESTIONS: Final = ("prompt", "question", "problem", "messages", "instruction", "query", "input")
+"""Names of the column with the question, the most specific first; a text, or chat messages."""
+GOLDS: Final = (
+    *("answer", "gold", "ground_truth", "solution", "answers", "final_answer", "reference_answer"),
+    *("expected_answer", "target", "label", "reward_model.ground_truth"),
+)
+"""Names of the column with the gold answer."""
+HELD_OUT: Final = ("test", "validation", "eval", "dev")
+"""Names of the held-out part of a data set that has parts."""
+FRACTION: Final = 0.1
+"""The share of questions held out of a data set without parts."""
+
+
+def task_of(dataset: Any, *, seed: int = 0) -> Task:
+    """The task of a data set: a `Dataset` or `DatasetDict` of datasets, a DataFrame, a file, or a list of dicts.
+
+    A mapping has the parts `train` and, if it wants, `test` or `validation`. Otherwise a tenth of the questions is held
+    out by a seeded hash, at least one. UserError for rows without a question; a Task is returned as it is.
+    """
+    if all(hasattr(dataset, name) for name in ("name", "train", "test")):
+        return cast("Task", dataset)
+    # A type checker sees the protocol's members as writable, and those of a frozen dataclass as read-only.
+    return cast("Task", _task_of_rows(dataset, seed=seed))
+
+
+def _task_of_rows(dataset: Any, *, seed: int) -> ExampleTask:
+    if not isinstance(dataset, Mapping):
+        return _split(_examples(dataset, where="dataset"), seed=seed)
+    if "train" not in dataset:
+        raise UserError(
+            f"dataset has the parts {', '.join(map(repr, dataset))}: name the one to train on 'train', as in "
+            "{'train': rows, 'test': rows}"
+        )
+    train = _examples(dataset["train"], where="dataset['train']", prefix="train/")
+    test_part = next((name for name in HELD_OUT if name in dataset), None)
+    if test_part is None:
+        return _split(train, seed=seed)
+    test = _examples(dataset[test_part], where=f"dataset[{test_part!r}]", prefix=f"{test_part}/")
+    return ExampleTask(name="dataset", train=train, test=test)
+
+
+def _examples(rows: Any, *, where: str, prefix: str = "") -> list[Example]:
+    listed = list(_rows(rows, where=where))
+    if not listed:
+        raise UserError(f"{where} has no rows: give at least two")
+    columns = listed[0].values
+    question = _column(columns, QUESTIONS)
+    if question is None:
+        raise UserError(
+            f"{where}: no column of {', '.join(map(repr, columns))} is a question; name it 'prompt' (a text or chat "
+            "messages), or give a recipe with task.type=rows, which maps columns"
+        )
+    source = SourceConfig(question=question, answer=_column(columns, GOLDS))
+    return examples_of(listed, source, option=where, prefix=prefix)
+
+
+def _column(columns: Mapping[str, Any], names: Iterable[str]) -> str | None:
+    """The first of the names that is a column, or a path into one."""
+    for name in names:
+        value: Any = columns
+        for step in name.split("."):
+            value = value.get(step) if isinstance(value, Mapping) else None
+        if value is not None:
+            return name
+    return None
+
+
+def _rows(rows: Any, *, where: str) -> Iterator[Row]:
+    if isinstance(rows, str | Path):
+        yield from read_file(str(rows), option=where)
+        return
+    if hasattr(rows, "to_dict") and hasattr(rows, "iloc"):  # a DataFrame of pandas, which need not be installed
+        rows = rows.to_dict("records")
+    if not isinstance(rows, Iterable):
+        raise UserError(f"{where} is a {type(rows).__name__}; give a list of dicts, a Dataset, a DataFrame or a file")
+    for index, row in enumerate(rows):
+        values = {"prompt": row} if isinstance(row, str) else row
+        if not isinstance(values, Mapping):
+            raise UserError(f"{where}[{index}] is a {type(row).__name__}; a row is a dict with a prompt, or a text")
+        yield Row(where=f"{where}[{index}]", values=dict(values))
+
+
+def _split(examples: Sequence[Example], *, seed: int) -> ExampleTask:
+    """Hold out the questions whose hashes are the smallest, at least one of them, with all their rows."""
+    keys = [question_key(example.question) for example in examples]
+    ordered = sorted(set(keys), key=lambda key: hashlib.sha256(f"{seed}:{key}".encode()).digest())
+    if len(ordered) < 2:
+        raise UserError("dataset has one question: give at least two, one to train on and one to hold out")
+    test_keys = set(ordered[: max(1, round(FRACTION * len(ordered)))])
+    sides: tuple[list[Example], list[Example]] = ([], [])
+    for example, key in zip(examples, keys, strict=True):
+        sides[key in test_keys].append(example)
+    return ExampleTask(name="dataset", train=sides[0], test=sides[1])

@@ -1,0 +1,113 @@
+"""`flatpeak.train` with a model, a data set and a reward, without a recipe; and its result in a notebook."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flatpeak
+from flatpeak.config.load import load_recipe, parse_config
+from flatpeak.errors import UserError
+from flatpeak.pipeline.own_data import read_own_data
+from flatpeak.pipeline.request import resolve_config
+from support.runs import Train
+
+ROWS = [{"prompt": f"{a}+{b}=", "answer": a + b} for a in range(4) for b in range(4)]
+SMALL: dict[str, Any] = {
+    "training.steps": 2,
+    "rollout": {"prompts_per_step": 2, "group_size": 4, "max_new_tokens": 4},
+    "evaluation.every": 1,
+}
+CALL: dict[str, Any] = {"model": None, "tokenizer": None, "dataset": None, "task": None, "settings": None}
+
+
+def reward(completion: str, gold: str) -> float:
+    return float(completion[:1] in "0123456789")
+
+
+@pytest.fixture
+def run(base: Path, train: Train, tmp_path: Path) -> flatpeak.RunResult:
+    settings = {**SMALL, "run.directory": str(tmp_path / "runs")}
+    return train(None, model=None, dataset=ROWS, reward=reward, settings={**settings, "model.path": str(base)})
+
+
+def test_rows_and_a_reward_are_enough(run: flatpeak.RunResult) -> None:
+    assert (run.summary.status, run.summary.last_step) == ("done", 2)
+    assert run.summary.evaluations[-1].task == "dataset"
+    assert run.path.name == "own_data"
+    rollouts = run.rollouts(1)
+    asked = {row["prompt"]: str(row["answer"]) for row in ROWS}
+    assert all(asked[prompt] == gold for prompt, gold in zip(rollouts["prompt"], rollouts["gold"], strict=True))
+
+
+def test_a_model_given_by_its_name_is_named_in_the_run(base: Path) -> None:
+    data = read_own_data(None, **{**CALL, "model": str(base), "dataset": ROWS, "settings": {"run.name": "x"}})
+    config = resolve_config(data.recipe, data.settings)
+    assert (config.model.path, config.run.name, data.model) == (str(base), "x", None)
+    data = read_own_data("flatpeak:demo", **{**CALL, "model": base, "settings": ["run.name=x", "model.new=null"]})
+    config = resolve_config(data.recipe, data.settings)
+    assert (config.model.path, config.run.name) == (str(base), "x")
+
+
+@pytest.mark.parametrize(("template", "wording"), [(None, "plain"), ("{{ messages }}", "chat")])
+def test_questions_are_worded_by_the_chat_template_if_there_is_one(
+    make_tiny_model: Any, base: Path, template: str | None, wording: str
+) -> None:
+    _, tokenizer = make_tiny_model()
+    tokenizer.chat_template = template
+    given = read_own_data(None, **{**CALL, "model": object(), "tokenizer": tokenizer, "dataset": ROWS})
+    assert resolve_config(given.recipe).prompt.template == wording
+    tokenizer.save_pretrained(base)
+    named = read_own_data(None, **{**CALL, "model": base, "dataset": ROWS})
+    assert resolve_config(named.recipe, named.settings).prompt.template == wording
+    chosen = read_own_data(None, **{**CALL, "model": base, "dataset": ROWS, "settings": {"prompt.template": "r1_zero"}})
+    assert resolve_config(chosen.recipe, chosen.settings).prompt.template == "r1_zero"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({}, r"train\(\) needs a recipe, or a model and a data set: flatpeak.train\(model=NAME, dataset=rows"),
+        ({"model": "x"}, r"train\(\) needs a recipe"),
+        ({"dataset": ROWS, "task": object()}, "both are the data to train on"),
+        ({"dataset": []}, "dataset has no rows"),
+        ({"model": "no/such/model", "dataset": ROWS}, "model.path=no/such/model does not load"),
+    ],
+)
+def test_a_call_that_lacks_something_says_what(call: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_own_data(None, **{**CALL, **call})
+
+
+def test_a_result_has_its_figures_as_tables_and_plots(run: flatpeak.RunResult) -> None:
+    assert repr(run).startswith(f"RunResult({run.path.as_posix()}: done after step 2, ")
+    assert len(repr(run)) < len(str(run.path)) + 80
+    metrics = run.metrics
+    assert list(metrics[metrics["stage"] == "train"]["step"]) == [1, 2]
+    assert len(run.rollouts()) == 8
+    assert next(axes.get_title() for axes in run.plot().axes) == "reward/mean"
+    (axes,) = run.plot("rollout/length_mean").axes
+    assert list(axes.lines[0].get_xdata()) == [1, 2]
+    with pytest.raises(UserError, match=r"no metric 'rollout/lenght_mean', did you mean 'rollout/length_mean'\?"):
+        run.plot("rollout/lenght_mean")
+    with pytest.raises(UserError, match="logged no rollouts of step 9; it has 1, 2"):
+        run.rollouts(9)
+
+
+def test_a_run_made_before_is_loaded_from_its_directory(run: flatpeak.RunResult, tmp_path: Path) -> None:
+    loaded = flatpeak.load_run(run.path)
+    assert (loaded.path, loaded.report, loaded.exit_code, loaded.best) == (run.path, run.report, 0, run.best)
+    assert repr(loaded) == repr(run)
+    with pytest.raises(UserError, match="is not a run"):
+        flatpeak.load_run(tmp_path)
+
+
+def test_names_of_the_package_complete_in_a_notebook() -> None:
+    assert {*flatpeak.__all__} <= {*dir(flatpeak)}
+
+
+def test_the_recipe_of_such_a_call_trains_by_grpo() -> None:
+    ours, grpo = (parse_config(load_recipe(f"flatpeak:{name}")) for name in ("own_data", "algorithms/grpo"))
+    assert (ours.advantage, ours.objective) == (grpo.advantage, grpo.objective)

@@ -1,0 +1,112 @@
+"""A data set given in Python: anything that has rows becomes a task."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from flatpeak.errors import UserError
+from flatpeak.tasks.dataset import task_of
+
+ROWS: list[dict[str, Any]] = [{"prompt": f"What is {n} + {n}?", "answer": 2 * n} for n in range(20)]
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "2+2?"},
+]
+
+
+def sides(task: Any) -> dict[str, dict[str, str]]:
+    return {side: {e.question: e.gold for e in getattr(task, side)} for side in ("train", "test")}
+
+
+def test_a_list_of_dicts_holds_out_a_tenth_of_its_questions() -> None:
+    task = task_of(ROWS)
+    assert (len(task.train), len(task.test)) == (18, 2)
+    assert sides(task)["train"] | sides(task)["test"] == {row["prompt"]: str(row["answer"]) for row in ROWS}
+    assert sides(task_of(ROWS, seed=1)) != sides(task) == sides(task_of(ROWS))
+
+
+def test_equal_questions_stay_on_one_side_and_two_questions_are_enough() -> None:
+    task = task_of([{"prompt": "a?"}, {"prompt": "b?"}, {"prompt": "A?"}, {"prompt": "b ?"}])
+    assert sorted((len(task.train), len(task.test))) == [2, 2]
+    assert len({e.question.casefold()[0] for e in task.test}) == 1
+
+
+@pytest.mark.parametrize("kind", ["Dataset", "DataFrame", "file", "generator"])
+def test_whatever_has_rows_gives_the_same_task(kind: str, tmp_path) -> None:
+    match kind:
+        case "Dataset":
+            dataset = pytest.importorskip("datasets").Dataset.from_list(ROWS)
+        case "DataFrame":
+            dataset = pytest.importorskip("pandas").DataFrame(ROWS)
+        case "file":
+            dataset = tmp_path / "rows.jsonl"
+            dataset.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+        case _:
+            dataset = (row for row in ROWS)
+    assert sides(task_of(dataset)) == sides(task_of(ROWS))
+
+
+@pytest.mark.parametrize("held_out", ["test", "validation"])
+def test_a_data_set_with_parts_keeps_them(held_out: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    parts = {"train": ROWS[:15], held_out: ROWS[15:]}
+    expected = {"train": {r["prompt"]: str(r["answer"]) for r in ROWS[:15]}}
+    expected["test"] = {r["prompt"]: str(r["answer"]) for r in ROWS[15:]}
+    whole = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in parts.items()})
+    assert sides(task_of(parts)) == sides(task_of(whole)) == expected
+    ids = [e.id for task in (task_of(parts),) for e in (*task.train, *task.test)]
+    assert len(set(ids)) == 20
+
+
+@pytest.mark.parametrize(
+    ("row", "question", "golds"),
+    [
+        ({"problem": "p", "solution": "s"}, "p", ("s",)),
+        ({"instruction": "p", "input": "not this", "label": 3.0}, "p", ("3",)),
+        ({"question": "p", "answers": ["Rome", "Roma", "Rome"]}, "p", ("Rome", "Roma")),
+        ({"prompt": [CHAT[1]], "reward_model": {"ground_truth": "4"}}, "2+2?", ("4",)),
+        ({"messages": [*CHAT, {"role": "assistant", "content": "4"}]}, "system: Be brief.\n\nuser: 2+2?", ("",)),
+        ({"prompt": "p", "other": 1}, "p", ("",)),
+    ],
+)
+def test_question_and_gold_are_found_by_their_usual_names(row: Any, question: str, golds: Any) -> None:
+    task = task_of({"train": [row], "test": [row]})
+    (example,) = task.train
+    assert (example.question, example.golds) == (question, golds)
+    assert example.columns == row
+
+
+def test_a_conversation_keeps_its_turns_and_its_reply_is_the_rationale() -> None:
+    (example,) = task_of({"train": [{"messages": [*CHAT, {"role": "assistant", "content": "4"}]}], "test": ["x"]}).train
+    assert (list(example.messages), example.rationale) == (CHAT, "4")
+
+
+def test_texts_alone_are_prompts_and_a_task_stays_as_it_is() -> None:
+    task = task_of(["a?", "b?"])
+    assert {e.question for e in (*task.train, *task.test)} == {"a?", "b?"}
+    assert task_of(task) is task
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ([], "dataset has no rows: give at least two"),
+        ([{"prompt": "a"}, {"prompt": "A!"}], "dataset has one question"),
+        ([{"text": "a"}], "dataset: no column of 'text' is a question; name it 'prompt'"),
+        ([3], r"dataset\[0\] is a int; a row is a dict with a prompt, or a text"),
+        (7, "dataset is a int; give a list of dicts"),
+        ({"training": ROWS}, "dataset has the parts 'training': name the one to train on 'train'"),
+        ({"train": ROWS, "test": [{"prompt": ""}]}, r"dataset\['test'\]\[0\]: the question .* is empty"),
+        ([{"prompt": [{"role": "assistant", "content": "hi"}]}] * 2, "the question is by nobody; the last message"),
+        ([{"prompt": [{"role": "system", "content": "hi"}]}] * 2, "the question is by 'system'"),
+        ([{"prompt": [{"role": "user"}]}] * 2, "column 'prompt' is neither text nor a list of messages"),
+        ([{"prompt": "a", "answer": 1}, {"question": "b", "answer": 1}], r"dataset\[1\]: no column 'prompt'"),
+        ("absent.jsonl", "dataset=absent.jsonl: does not exist"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_an_error_that_says_where(dataset: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        task_of(dataset)
