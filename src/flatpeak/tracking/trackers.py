@@ -30,7 +30,7 @@ class Steps:
         self._offset = 0
 
     def number(self, stage: str, step: int) -> int:
-        """The step number of a row of metrics.jsonl; call it for all rows in order. Evaluations belong to their stage."""
+        """The step number of a row of metrics.jsonl, given all rows before it. Evaluations belong to their stage."""
         if stage == "sft":
             self._sft, self._offset = step, 0
         elif stage == "train":
