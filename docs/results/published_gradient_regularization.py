@@ -105,7 +105,12 @@ def moved_share(weights: Tensor, gradient: Tensor, *, step: float) -> float:
 def master() -> Rows:
     """An optimizer whose float32 weights are overwritten with their bf16 copy after every step."""
     rows: Rows = [
-        ("Adam's step / rate", "weights that move in a step", "way made in 100 steps", "with the master kept")
+        (
+            "Adam's step / learning rate",
+            "share of weights that move in a step",
+            "share of the distance covered in 100 steps",
+            "with the master kept",
+        )
     ]
     for size in (0.3, 1.0):
         start = gaussian(WEIGHTS // 4, seed=0, spread=SPREAD).bfloat16()

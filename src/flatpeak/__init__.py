@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from flatpeak.errors import UserError
     from flatpeak.gradreg.config import GradientRegularizationConfig
     from flatpeak.gradreg.regularizer import GradientRegularizer
-    from flatpeak.pipeline.result import RunResult, load_run
+    from flatpeak.pipeline.run_result import RunResult, load_run
     from flatpeak.pipeline.train import sft, train
     from flatpeak.pipeline.train_reward_model import train_reward_model
 
@@ -38,10 +38,10 @@ _HOMES = {
     "GradientRegularizationConfig": "flatpeak.gradreg.config",
     "GradientRegularizer": "flatpeak.gradreg.regularizer",
     "RunConfig": "flatpeak.config.run_config",
-    "RunResult": "flatpeak.pipeline.result",
+    "RunResult": "flatpeak.pipeline.run_result",
     "UserError": "flatpeak.errors",
     "fork": "flatpeak.apps.fork.fork_run",
-    "load_run": "flatpeak.pipeline.result",
+    "load_run": "flatpeak.pipeline.run_result",
     "sft": "flatpeak.pipeline.train",
     "train": "flatpeak.pipeline.train",
     "train_reward_model": "flatpeak.pipeline.train_reward_model",

@@ -125,7 +125,7 @@ def test_print_config_leaves_secrets_out_and_a_recipe_without_them_is_not_run(tm
     key = "rewards.f.arguments.token"
     assert (refused.returncode, refused.stderr) == (
         2,
-        f"error: {key} was left out of the run's config.yaml as a secret: give it again, {key}=...\n",
+        f"error: {key} was left out of the run's config.yaml because it is a secret: give it again, {key}=...\n",
     )
 
 

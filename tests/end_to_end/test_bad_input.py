@@ -247,7 +247,7 @@ def test_completions_that_fill_the_context_are_refused_by_the_context_and_the_li
     ("options", "sections", "says"),
     [
         ({}, {}, "exists: continue it with --resume"),
-        ({"resume": True, "overwrite": True}, {}, "give one of the two"),
+        ({"resume": True, "overwrite": True}, {}, "give only one of them"),
         ({"resume": True}, {"optimizer": {"learning_rate": 0.5}}, "cannot resume with a changed recipe"),
     ],
 )

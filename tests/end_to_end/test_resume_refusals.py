@@ -63,7 +63,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_left_as_it_is(
     for step in (0, 2):
         flip(path / "checkpoints" / f"step_{step:06d}" / "model.safetensors")
     before = (path / "metrics.jsonl").read_bytes()
-    with pytest.raises(UserError, match=r"no checkpoint of the run is whole \(.*step_000002.*step_000000"):
+    with pytest.raises(UserError, match=r"no checkpoint of the run is intact \(.*step_000002.*step_000000"):
         train(recipe(training={"steps": 3}), reward=odd, resume=True)
     assert (path / "metrics.jsonl").read_bytes() == before
 

@@ -118,5 +118,5 @@ def test_a_disk_that_takes_no_notice_is_announced_once_and_all_are_still_shown(t
     progress.notice("one")
     progress.notice("two")
     log.close()
-    assert [text for text in displayed if "notices are not kept" not in text] == ["early", "one", "two"]
+    assert [text for text in displayed if "notices are not saved" not in text] == ["early", "one", "two"]
     assert len(displayed) == 4

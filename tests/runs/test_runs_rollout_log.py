@@ -133,7 +133,7 @@ def test_a_file_that_is_cut_short_is_one_line_with_its_name(tmp_path):
     RolloutLog(tmp_path).write(12, [group("a", ["x", "y"]), group("b", ["z", "w"])], SCORES, [[0.7, None], [0.1, 0.2]])
     path = tmp_path / "step_000012.jsonl"
     path.write_text(path.read_text()[:-20])
-    with pytest.raises(UserError, match=r"step_000012\.jsonl is not whole \(.*\): choose another step") as error:
+    with pytest.raises(UserError, match=r"step_000012\.jsonl is incomplete \(.*\): choose another step") as error:
         read_rollouts(path)
     assert len(str(error.value).splitlines()) == 1
 

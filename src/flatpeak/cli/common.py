@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from flatpeak.config.run_config import RunConfig
-    from flatpeak.pipeline.result import RunResult
+    from flatpeak.pipeline.run_result import RunResult
     from flatpeak.runs.summary import EvaluationStage, RunSummary
 
 RecipeArgument = Annotated[

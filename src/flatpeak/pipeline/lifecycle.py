@@ -14,7 +14,7 @@ from flatpeak.distributed.ranks import ALONE, Ranks, lost_ranks_named
 from flatpeak.errors import DivergedError, RunError, StoppedError, UserError, explain
 from flatpeak.pipeline.progress import as_progress
 from flatpeak.pipeline.request import RunRequest
-from flatpeak.pipeline.result import RunResult
+from flatpeak.pipeline.run_result import RunResult
 from flatpeak.pipeline.run_start import ResumePoint, Run, RunStart, open_recorder, read_resume_point, take_directory
 from flatpeak.report.page import write_report
 from flatpeak.runs.directory import RunDirectory, RunPaths, check_start

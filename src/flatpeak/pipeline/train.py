@@ -20,8 +20,8 @@ from flatpeak.pipeline.request import (
     resolve_config,
     without_model_source,
 )
-from flatpeak.pipeline.result import RunResult
 from flatpeak.pipeline.run_components import open_components
+from flatpeak.pipeline.run_result import RunResult
 from flatpeak.pipeline.samplers import SamplerFactory
 from flatpeak.pipeline.stages import run_rl, run_sft
 from flatpeak.protocols import Progress, SamplerLike, Task

@@ -18,7 +18,7 @@ from flatpeak.pipeline.lifecycle import finish, open_run, training
 from flatpeak.pipeline.progress import first_line, model_line
 from flatpeak.pipeline.prompt_record import make_prompt_record
 from flatpeak.pipeline.request import RecipeSource, RunRequest, resolve_config
-from flatpeak.pipeline.result import RunResult
+from flatpeak.pipeline.run_result import RunResult
 from flatpeak.pipeline.run_start import RunStart, restore_trainer
 from flatpeak.policy.loading import (
     build_tokenizer,

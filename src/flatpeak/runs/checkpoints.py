@@ -1,4 +1,5 @@
-"""Checkpoints that are whole or absent: written aside, synced, listed with checksums, then renamed into place.
+"""Checkpoints that are complete or absent: written to a temporary directory, synced, listed with checksums, then
+renamed.
 
 ```
 checkpoints/step_000050/  the model in Hugging Face format  flatpeak.json  manifest.json
@@ -6,12 +7,12 @@ checkpoints/step_000050/  the model in Hugging Face format  flatpeak.json  manif
             best -> step_000050   last -> step_000050
 ```
 
-The trainer's state has a folder of its own because vLLM, SGLang and others load every `*.safetensors` file beside
+The trainer's state is in a separate folder because vLLM, SGLang and others load every `*.safetensors` file next to
 config.json as weights.
 
-The order of a write is what makes it safe against a kill or a power cut at any point: every file is on disk before the
-manifest, the manifest before the rename, and the rename before the older checkpoints are pruned. There is no pickle:
-tensors are safetensors, everything else is JSON.
+The order of the writes makes them safe against a kill or a power cut at any point: every file is on disk before the
+manifest, the manifest before the rename, and the rename before older checkpoints are pruned. No file is a pickle:
+tensors are safetensors, and everything else is JSON.
 """
 
 from __future__ import annotations
@@ -37,30 +38,30 @@ if TYPE_CHECKING:
     from flatpeak.protocols import SavesModel
 
 JSON = Any
-"""A JSON value: text, numbers, booleans, None, and lists and text-keyed dictionaries of them."""
+"""A JSON value: a string, number, boolean or None, or a list or string-keyed dictionary of JSON values."""
 MANIFEST = "manifest.json"
 BEST = "best"
 LAST = "last"
 TRAINER = "trainer"
-"""The subfolder of the trainer's own state."""
+"""The subfolder with the trainer's state."""
 _TENSORS = f"{TRAINER}/state.safetensors"
 _STATE = f"{TRAINER}/state.json"
 TRAINING_FILES = (TRAINER, MANIFEST)
-"""Everything in a checkpoint that is no part of its model."""
+"""Everything in a checkpoint that does not belong to the model."""
 _NAME = re.compile(r"step_(\d{6,})")
 _TEMPORARY = ".tmp-"
 _REPLACED = ".replaced-"
 
 
 class CheckpointError(RunError):
-    """The failure to write a checkpoint; those already there are untouched."""
+    """A checkpoint could not be written; existing checkpoints are unchanged."""
 
     saves_nothing = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointState:
-    """The whole state of a trainer, read from a checkpoint."""
+    """The complete state of a trainer, read from a checkpoint."""
 
     tensors: dict[str, Tensor]
     """The trainer's tensors (optimizer moments, generator states), on the CPU, bit for bit as saved."""
@@ -86,8 +87,8 @@ def write_checkpoint(
 ) -> Path:
     """Write `parent/step_000050`, replacing one of the same step, and return its path.
 
-    `texts` are the contents of further files beside the model's, by their names.
-    Raises CheckpointError where it cannot be written (a full disk, say); nothing is left behind then.
+    `texts` are the contents of additional files, by name. Raises CheckpointError if it cannot be written, for example
+    because the disk is full; no files remain in that case.
     """
     parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(parent)
@@ -102,10 +103,10 @@ def write_checkpoint(
         write_manifest(temporary, step=step)
         _rename_into_place(temporary, final)
     except Exception as error:
-        # Not only OSError: safetensors reports a full disk as an error of its own.
+        # Not only OSError: safetensors reports a full disk as its own exception type.
         remove_leftovers(parent)
         raise CheckpointError(
-            f"{final}: not written ({error}); free space or fix the cause, then resume: earlier checkpoints are whole"
+            f"{final}: not written ({error}); free space or fix the cause, then resume: earlier checkpoints are intact"
         ) from error
     except BaseException:
         remove_leftovers(parent)
@@ -125,7 +126,7 @@ def _write_files(
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU, each in memory of its own: safetensors refuses tables that bitsandbytes' states share."""
+    """Copy the tensors to the CPU without shared memory: safetensors refuses tables that bitsandbytes' states share."""
     separate: dict[str, Tensor] = {}
     seen = set()
     for name, tensor in tensors.items():
@@ -137,7 +138,7 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _rename_into_place(temporary: Path, final: Path) -> None:
-    """Rename; a directory cannot replace another in one call, so an older one of the same step is renamed first."""
+    """Rename; no call replaces one directory by another, so an existing checkpoint of the step is renamed first."""
     replaced = final.with_name(f"{_REPLACED}{final.name}")
     if final.exists():
         final.rename(replaced)
@@ -147,19 +148,19 @@ def _rename_into_place(temporary: Path, final: Path) -> None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a directory was written by `write_checkpoint`; a model saved by other means is none."""
+    """Whether `write_checkpoint` wrote a directory; false for models saved in other ways."""
     return any((path / name).exists() for name in (_TENSORS, _STATE))
 
 
 def verify_checkpoint(path: Path) -> None:
-    """Raise UserError where a checkpoint is not as it was written; any other directory passes."""
+    """Raise UserError if a checkpoint is not as it was written; other directories pass."""
     broken = broken_file(path) if is_checkpoint(path) else None
     if broken is not None:
         raise UserError(f"{path / broken.name}: {broken.problem}; use another checkpoint of the run")
 
 
 def read_checkpoint(path: Path) -> CheckpointState:
-    """Verify every checksum and read the trainer's state. Raises UserError naming the file that is broken."""
+    """Verify every checksum and read the trainer's state. Raises UserError that names the damaged file."""
     broken = broken_file(path)
     if broken is not None:
         raise UserError(f"{path / broken.name}: {broken.problem}; use another checkpoint of the run")
@@ -175,10 +176,9 @@ def read_checkpoint(path: Path) -> CheckpointState:
 
 
 def newest_valid(parent: Path, *, notice: Callable[[str], None] = warn) -> Path | None:
-    """The checkpoint of the latest step whose checksums all hold; None where there are no checkpoints.
+    """The latest checkpoint whose checksums are all correct; None if there are no checkpoints.
 
-    A notice is given of each that is skipped. Raises UserError where none is whole: to start anew would delete what
-    there is.
+    Gives a notice of each one it skips. Raises UserError if all are damaged, because starting over would delete them.
     """
     skipped: list[str] = []
     for step in reversed(checkpoint_steps(parent)):
@@ -191,7 +191,7 @@ def newest_valid(parent: Path, *, notice: Callable[[str], None] = warn) -> Path 
         skipped.append(f"{path / broken.name}: {broken.problem}")
     if skipped:
         raise UserError(
-            f"no checkpoint of the run is whole ({'; '.join(skipped)}): put one back from a copy, or start anew with "
+            f"no checkpoint of the run is intact ({'; '.join(skipped)}): restore one from a copy, or start over with "
             "--overwrite"
         )
     return None
@@ -203,7 +203,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def checkpoint_steps(parent: Path) -> list[int]:
-    """The steps that have a checkpoint, in order; none where there is no such directory."""
+    """The steps that have a checkpoint, in order; empty if the directory does not exist."""
     if not parent.is_dir():
         return []
     return sorted(
@@ -214,24 +214,24 @@ def checkpoint_steps(parent: Path) -> list[int]:
 
 
 def link_checkpoint(parent: Path, name: str, target: Path) -> None:
-    """Make `parent/name` a relative symbolic link to the checkpoint `target`; a reader sees the old one or the new."""
+    """Make `parent/name` a relative symbolic link to the checkpoint `target`, atomically."""
     temporary = parent / f"{_TEMPORARY}{name}"
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target.name)
     link = parent / name
-    if link.is_dir() and not link.is_symlink():  # in a copy of the run that has followed its links
+    if link.is_dir() and not link.is_symlink():  # a copy of the run that replaced links with their targets
         _remove(link)
     temporary.replace(link)
     fsync_path(parent)
 
 
 def prune(parent: Path, *, keep: int) -> list[Path]:
-    """Delete all but the newest `keep` checkpoints, never step 0, `best` and `last`; returns the deleted."""
+    """Delete all but the newest `keep` checkpoints, and never step 0, `best` and `last`; return those deleted."""
     protected = {checkpoint_name(0)} | {(parent / name).resolve().name for name in (BEST, LAST)}
     periodic = [name for step in checkpoint_steps(parent) if (name := checkpoint_name(step)) not in protected]
     deleted = [parent / name for name in periodic[: max(0, len(periodic) - keep)]]
     for path in deleted:
-        # Renamed first: a directory half deleted never goes by a checkpoint's name.
+        # Rename first, so that a partly deleted directory never has a checkpoint's name.
         doomed = path.with_name(f"{_TEMPORARY}{path.name}")
         path.rename(doomed)
         _remove(doomed)
@@ -239,7 +239,7 @@ def prune(parent: Path, *, keep: int) -> list[Path]:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Clear away the leftovers of a killed process. Only for the trainer that holds the run's lock."""
+    """Delete what a killed process left. Only for the trainer that holds the run's lock."""
     if not parent.is_dir():
         return
     for path in parent.glob(f"{_REPLACED}*"):
@@ -269,7 +269,7 @@ class BrokenFile:
 
 
 def write_manifest(directory: Path, *, step: int) -> None:
-    """Sync every file, write the manifest with their checksums, and sync it and the directories: nothing may follow."""
+    """Sync every file, write the manifest with their checksums, and sync it and the directories. Call this last."""
     files = {}
     for path in sorted(directory.rglob("*")):
         if path.is_file():
@@ -284,7 +284,7 @@ def write_manifest(directory: Path, *, step: int) -> None:
 
 
 def broken_file(directory: Path) -> BrokenFile | None:
-    """The first file that is missing, cut or changed since the manifest was written; None if all is well."""
+    """The first file that is missing, truncated or changed since the manifest was written; None if all are intact."""
     try:
         manifest = read_manifest(directory)
     except FileNotFoundError:
@@ -302,8 +302,8 @@ def _problem(path: Path, *, size: int, sha256: str) -> str | None:
     try:
         actual = path.stat().st_size
         if actual != size:
-            return f"has {actual} bytes, was written with {size}"
-        return None if _sha256(path) == sha256 else "damaged: its SHA-256 is not the one it was written with"
+            return f"has {actual} bytes instead of the {size} that were written"
+        return None if _sha256(path) == sha256 else "damaged: its SHA-256 differs from the recorded one"
     except FileNotFoundError:
         return "missing"
     except OSError as error:
@@ -315,7 +315,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     text = (directory / MANIFEST).read_text(encoding="utf-8")
     content: dict[str, Any] = json.loads(text)
     del content["sha256"]
-    # Rendering it again also checks the bytes that parsing ignores.
+    # Rendering it again also checks bytes that parsing ignores.
     if _render(content) != text:
         raise ValueError(f"{directory / MANIFEST}: changed since it was written")
     return content

@@ -10,35 +10,38 @@ from flatpeak.utils.schema import StrictConfig
 
 
 class RunSectionConfig(StrictConfig):
-    """Name, directory, checkpoints and logs of a run, its grading processes, and the seed of everything random."""
+    """Name, directory, checkpoints, logs and grading processes of a run, and the seed of its random numbers."""
 
     name: str = "run"
-    """The run's name, and that of its directory."""
+    """The name of the run and of its directory."""
     directory: str = "runs"
-    """The directory that holds the directories of runs."""
+    """The parent directory of all runs' directories."""
     seed: int = 0
-    """The seed of weights, order of the data, sampling and dropout; tasks and evaluation have their own."""
+    """The seed of initial weights, data order, sampling and dropout; tasks and evaluation have separate seeds."""
     checkpoint_every: Annotated[int, Field(ge=0)] = 50
     """Steps between checkpoints; 0: only at the start and the end. The best and the last step are always saved."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
-    """The number of periodic checkpoints that stay beside the first, the best and the last. Each has the weights and
-    the optimizer's state, with AdamW 12 bytes per trained weight in float32 and 14 in bfloat16: of 135 million weights,
-    1.6 GB each. `flatpeak plan` adds them up."""
+    """The number of periodic checkpoints to keep besides the first, the best and the last. Each contains the weights
+    and the optimizer's state: with AdamW, 12 bytes per trained weight in float32 and 14 in bfloat16, or 1.6 GB for 135
+    million float32 weights. `flatpeak plan` adds them up."""
     log_rollouts_every: Annotated[int, Field(ge=0)] = 1
-    """Steps of RL between steps whose completions are all logged to `rollouts/`; 0: never."""
+    """RL steps between steps whose completions are logged to `rollouts/`, all of them; 0: never."""
     threads: Annotated[int, Field(ge=1)] | None = None
-    """torch threads; null leaves torch's choice. 1 is best below about a million parameters (docs/engine.md)."""
+    """The number of torch threads; null: torch's default. 1 is best below about a million parameters
+    (docs/engine.md)."""
     grading_workers: Annotated[int, Field(ge=0)] | None = None
-    """Processes that call reward functions while other groups are sampled, and that can be killed. null: two, which
-    start when a function needs them. A number: that many, which grade the built-in rewards too. 0: the trainer's
-    process grades everything, after sampling, and a function that hangs stops the run. The scores are the same."""
+    """The number of processes that call reward functions while other groups are sampled, and that can be killed. null:
+    two, started when a function needs them. A positive number: they also grade the built-in rewards. 0: the training
+    process grades everything after sampling, and a function that hangs blocks the run. Scores are the same in all
+    cases."""
     grading_timeout: Annotated[float, Field(ge=0.1, allow_inf_nan=False)] = 2.0
-    """Seconds that a worker may take for one call: a completion, or a group where the function or the built-in reward
-    grades groups. Then it is killed, and those scores are missing (or `on_timeout`). A function's own `timeout` comes
-    first."""
+    """Seconds that a worker may take for one call, which grades a completion, or a group if the function or built-in
+    reward grades groups. After that it is killed, and the scores are missing (or `on_timeout`). A function's `timeout`
+    setting takes precedence."""
     grading_memory: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 4.0
-    """GiB that a grading process may allocate (on Linux); a score that needs more is missing. null: no limit."""
+    """GiB that a grading process may allocate (Linux only); scores that need more are missing. null: no limit."""
     grading_budget: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 30.0
-    """Seconds that a training step may lose to answers whose grading runs out of time or memory, the built-in rewards'
-    answers too. What is not graded by then counts as timed out. Calls that give a score cost nothing of it, a function
-    called once for all completions has its own limit only, and evaluations have no budget. null: no limit."""
+    """Seconds per training step that may be spent on answers whose grading runs out of time or memory, including
+    answers graded by built-in rewards. Answers not graded by then count as timed out. Calls that return a score do not
+    use the budget. A function called once for all completions has only its `timeout`, and evaluations have no budget.
+    null: no limit."""

@@ -28,7 +28,7 @@ from flatpeak.runs.rollout_log import truncate_rollouts
 from flatpeak.utils.redaction import HIDDEN, redact
 
 _LONGEST_NAME = 255
-"""Bytes of the longest file name that common file systems take."""
+"""Maximum length, in bytes, of a file name on common file systems."""
 DEFAULT_DIRECTORY = Path("runs")
 """The directory of runs unless `run.directory` names another."""
 _LOCK = ".lock"
@@ -50,13 +50,13 @@ RUN_FILES = (
 
 
 class RunLock:
-    """An exclusive lock on a run, released by `release` or by the kernel when the process ends, however it ends.
+    """An exclusive lock on a run, released by `release` or, however the process ends, by the kernel.
 
-    The file stays: deleting it could let two trainers lock two different files of the same name.
+    The file is never deleted: otherwise two trainers could lock two different files of the same name.
     """
 
     def __init__(self, path: Path) -> None:
-        """Take the lock. Raises UserError naming the process that holds it."""
+        """Take the lock. Raises UserError that names the process holding it."""
         self.path = path
         self._file: IO[str] = path.open("a+", encoding="utf-8")
         try:
@@ -82,7 +82,7 @@ class RunLock:
 
 
 def check_unlocked(path: Path) -> None:
-    """Raise UserError naming the process that holds the lock; the lock is neither taken nor made."""
+    """Raise UserError, naming the process, if the lock is held; the lock is neither taken nor created."""
     if not path.exists():
         return
     with path.open(encoding="utf-8") as file:
@@ -100,7 +100,7 @@ def _close_in_child() -> None:
         lock.close_in_child()
 
 
-# A forked worker shares the locked file: one that outlives a killed trainer would keep the run locked.
+# A forked worker shares the locked file, and would keep the run locked if it outlived a killed trainer.
 os.register_at_fork(after_in_child=_close_in_child)
 
 
@@ -114,7 +114,7 @@ def _holder(file: IO[str]) -> str:
         content = json.loads(file.read())
         return f"process {content['pid']} on {content['host']}"
     except (ValueError, KeyError, TypeError):
-        # Between taking the lock and writing to it, the holder is nameless.
+        # A process that has just taken the lock may not have written its name yet.
         return "another process"
 
 
@@ -143,7 +143,7 @@ class RunPaths:
             return False
 
     def failed_before_first_step(self) -> bool:
-        """Whether the run failed before its first step was done: there is nothing in it to keep or to resume."""
+        """Whether the run failed before it finished its first step, so that it has nothing to keep or resume."""
         try:
             failed = json.loads(self.summary.read_text(encoding="utf-8"))["status"] == "failed"
         except (OSError, ValueError, KeyError, TypeError):
@@ -153,11 +153,11 @@ class RunPaths:
 
     @property
     def saved_steps(self) -> tuple[int, ...]:
-        """The steps of all checkpoints, those of RL and then those of SFT."""
+        """The steps of all checkpoints, first of RL and then of SFT."""
         return (*checkpoint_steps(self.checkpoints), *checkpoint_steps(self.sft_checkpoints))
 
     def log_error(self, text: str) -> bool:
-        """Add a traceback to errors.log, without its secrets; returns whether it could be written."""
+        """Append a traceback to errors.log, with secrets redacted; return whether it could be written."""
         try:
             with self.errors.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(f"{datetime.now(UTC).isoformat(timespec='seconds')}\n{redact(text).rstrip()}\n\n")
@@ -167,15 +167,15 @@ class RunPaths:
 
 
 class RunDirectory(RunPaths):
-    """A run's directory held by its one trainer, from `create` to `close` (or the end of a `with`)."""
+    """A run's directory, locked by its trainer from `create` to `close` (or the end of a `with` block)."""
 
     def __init__(self, path: Path, lock: RunLock, *, resumed: bool) -> None:
         super().__init__(path)
         self._lock = lock
         self.resumed = resumed
-        """Whether an earlier start of this run is being continued."""
+        """Whether this start continues an earlier start of the run."""
         self.changed: dict[DigestKind, list[str]] = {}
-        """The settings whose code or data is another than when this run was last started."""
+        """The settings whose code or data has changed since the last start of this run."""
 
     @classmethod
     def create(
@@ -193,12 +193,12 @@ class RunDirectory(RunPaths):
     ) -> RunDirectory:
         """Take `config.directory/config.name` and write config.yaml and manifest.json.
 
-        `resolved` is the whole recipe as plain data. A used name is refused without `resume` or `overwrite`; with
-        `resume`, a run that does not exist yet is started, so that one command can be repeated until it is done. A run
-        that failed before its first step was done is replaced.
-        `before` is called once the lock is taken and before anything is deleted or written: an error in it leaves an
-        earlier run as it was. `decoder`, `code` and `data` are for the manifest.
-        Raises UserError for all of these, for a run another process writes to, and for a changed recipe.
+        `resolved` is the whole recipe as plain data. A name in use is refused without `resume` or `overwrite`. With
+        `resume`, a run that does not exist yet is started, so that the same command can be repeated until the run is
+        done. A run that failed before it finished its first step is replaced. `before` is called after the lock is
+        taken and before anything is deleted or written, so an error in it leaves an earlier run unchanged. `decoder`,
+        `code` and `data` are for the manifest. Raises UserError in these cases, if another process is writing the run,
+        and if the recipe has changed.
         """
         path = _run_path(config, resume=resume, overwrite=overwrite)
         try:
@@ -222,7 +222,7 @@ class RunDirectory(RunPaths):
         return run
 
     def _clear(self) -> None:
-        """Delete the files of a run and nothing else; last the manifest, which marks a run's directory."""
+        """Delete the files of a run and nothing else. The manifest, which marks a run's directory, is deleted last."""
         for path in _existing_files(self.path):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -249,17 +249,19 @@ class RunDirectory(RunPaths):
         self.checkpoints.mkdir(exist_ok=True)
 
     def rewind(self, step: int | None, *, stage: str = "train", evaluated: bool = True) -> None:
-        """Cut the logs after `step` of `stage`, so that the files equal those of a run never interrupted.
+        """Truncate the logs after `step` of `stage`, so that they equal those of an uninterrupted run.
 
-        None cuts everything: the run starts anew. All of a step, its evaluation included, is logged before the step's
-        checkpoint is written; with `evaluated` false all but its evaluation, which is cut too.
+        None empties the logs: the run starts over. Everything in a step, including its evaluation, is logged before its
+        checkpoint is written. With `evaluated` false, the checkpoint was written before the evaluation, whose rows are
+        removed too.
         """
         truncate_metrics(self.metrics, step=step, stage=stage, evaluated=evaluated)
         truncate_notices(self.notices, step=step, stage=stage)
         truncate_rollouts(self.rollouts, step=step if step is not None and stage == "train" else -1)
 
     def discard_if_empty(self) -> bool:
-        """Delete a new run that failed before its first checkpoint: the same command works once the cause is gone.
+        """Delete a new run that failed before its first checkpoint, so that the same command works once the cause is
+        fixed.
 
         Returns whether it was deleted.
         """
@@ -282,7 +284,7 @@ class RunDirectory(RunPaths):
 
 
 def check_start(config: RunSectionConfig, resolved: Mapping[str, Any], *, resume: bool, overwrite: bool) -> None:
-    """Raise UserError where `RunDirectory.create` would refuse the start, whatever the model and the task are.
+    """Raise UserError if `RunDirectory.create` would refuse the start, whatever the model and the task.
 
     Nothing is written and torch is not loaded, so that a mistake is reported before they are loaded. `create` checks
     again, once it holds the lock.
@@ -300,21 +302,23 @@ def check_start(config: RunSectionConfig, resolved: Mapping[str, Any], *, resume
 
 
 def check_no_secret_missing(resolved: Mapping[str, Any]) -> None:
-    """Raise UserError where a recipe is that of a run, which was written without its secrets."""
+    """Raise UserError if a recipe comes from a run, where secrets were removed from it."""
     for key, value in flatten(resolved).items():
         if isinstance(value, str) and (value == HIDDEN or _lacks_a_part(key, value)):
-            raise UserError(f"{key} was left out of the run's config.yaml as a secret: give it again, {key}=...")
+            raise UserError(
+                f"{key} was left out of the run's config.yaml because it is a secret: give it again, {key}=..."
+            )
 
 
 def _lacks_a_part(key: str, value: str) -> bool:
-    """Whether a secret within an argument or an address was left out; a prompt may have `[redacted]` for its own."""
+    """Whether a secret was removed from an argument or an address; a prompt may contain `[redacted]` itself."""
     return (HIDDEN in value and ".arguments." in key) or f"://{HIDDEN}@" in value
 
 
 def _check_recipe(run: RunPaths, resolved: Mapping[str, Any]) -> dict[str, str]:
-    """The keys that the recipe of a resumed run changes; UserError where it may not, or where it cannot be read.
+    """The keys that a resumed run's recipe changes; UserError if they may not change or the old recipe cannot be read.
 
-    A run whose config.yaml was deleted goes on with any recipe.
+    A run whose config.yaml was deleted continues with any recipe.
     """
     if not run.config.exists():
         return {}
@@ -324,20 +328,20 @@ def _check_recipe(run: RunPaths, resolved: Mapping[str, Any]) -> dict[str, str]:
         content = None
     if not isinstance(content, Mapping):
         raise UserError(
-            f"{run.config} is empty or damaged, so that the recipe cannot be compared: put it back from a copy, or "
-            "delete it, and the run goes on with the recipe that is given"
+            f"{run.config} is empty or damaged, so the recipe cannot be compared: restore it from a copy, or delete it "
+            "to continue with the recipe you give"
         )
     return check_resumable(redact(content), resolved)
 
 
 def _as_existing_files(resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe as config.yaml holds it, without secrets."""
+    """The recipe as it is in config.yaml, without secrets."""
     recipe: dict[str, Any] = redact(json.loads(json.dumps(resolved)))
     return recipe
 
 
 def _replaces(run: RunPaths, *, resume: bool, overwrite: bool) -> bool:
-    """Whether the new run replaces an earlier one; UserError where it may not."""
+    """Whether the new run replaces an earlier run; UserError if it may not."""
     replaced = overwrite or (not resume and run.failed_before_first_step())
     if _existing_files(run.path) and not replaced and not resume:
         raise UserError(
@@ -351,17 +355,15 @@ def _existing_files(path: Path) -> list[Path]:
 
 
 def _run_path(config: RunSectionConfig, *, resume: bool, overwrite: bool) -> Path:
-    """The run's directory; UserError for an impossible name, contradicting options, or files that are no run's."""
+    """The run's directory; UserError for an invalid name, contradictory options, or files that are not a run's."""
     if resume and overwrite:
-        raise UserError("--resume continues a run and --overwrite deletes it: give one of the two")
+        raise UserError("--resume continues a run and --overwrite deletes it: give only one of them")
     parts = Path(config.name).parts
     if not parts or Path(config.name).is_absolute() or ".." in parts:
         raise UserError(f"run.name={config.name!r} must be a name inside run.directory, such as my-run or sweep/01")
     longest = max(map(len, map(os.fsencode, parts)))
     if "\0" in config.name or longest > _LONGEST_NAME:
-        raise UserError(
-            f"run.name: no directory can have this name, of {longest} bytes; use up to {_LONGEST_NAME} and no NUL"
-        )
+        raise UserError(f"run.name has a part of {longest} bytes, or a NUL: use up to {_LONGEST_NAME} bytes and no NUL")
     path = Path(config.directory) / config.name
     if _existing_files(path) and not RunPaths(path).is_run():
         raise UserError(f"{path} holds files that are not a run's: choose another run.name or run.directory")
@@ -369,7 +371,7 @@ def _run_path(config: RunSectionConfig, *, resume: bool, overwrite: bool) -> Pat
 
 
 def suggested_run(name: str | Path) -> Path | None:
-    """The run `runs/NAME`, else the run beside the path whose name is most similar; None without either."""
+    """The run `runs/NAME`, or else the run in the path's directory with the most similar name; None without either."""
     path = Path(name).expanduser()
     if not path.is_absolute() and path.parts and RunPaths(DEFAULT_DIRECTORY / path).is_run():
         return DEFAULT_DIRECTORY / path

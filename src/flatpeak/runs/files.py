@@ -1,4 +1,4 @@
-"""Files that survive a crash: small ones replaced whole, and JSON lines of which only the last can be torn."""
+"""Files that survive a crash: small files replaced atomically, and JSON lines whose last line may be incomplete."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write `text` (UTF-8) under a temporary name beside `path`, sync it, and rename it into place."""
+    """Write `text` (UTF-8) to a temporary file next to `path`, sync it, and rename it to `path`."""
     temporary = path.with_name(f".tmp-{path.name}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -24,14 +24,14 @@ def write_atomic(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError:
-        # Where nothing may be written, nothing may be deleted either: the error of writing is the one to raise.
+        # If the directory is not writable, deleting fails too: raise the error of writing.
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
 
 
 def fsync_path(path: Path) -> None:
-    """Force a file's content, or a directory's entries, to the disk."""
+    """Flush a file's content, or a directory's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -40,16 +40,16 @@ def fsync_path(path: Path) -> None:
 
 
 class LineWriter:
-    """A writer of JSON lines; each is handed to the system before `write` returns, so that a later crash loses none."""
+    """A writer of JSON lines; `write` passes each line to the system before it returns, so that a crash loses none."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
         self._torn = False
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row. OSError where it does not fit on the disk; only that row is lost then."""
+        """Append a row. Raises OSError if the disk is full; only that row is lost."""
         text = json.dumps(row, ensure_ascii=False, allow_nan=False)
-        # After a torn write the rest of the line is missing: the newline ends it, so that only that row is lost.
+        # An incomplete write leaves the start of a line; the newline ends it, so that only that row is lost.
         data = ("\n" * self._torn + text + "\n").encode(errors="backslashreplace")
         self._torn = True
         written = self._file.write(data)
@@ -58,16 +58,16 @@ class LineWriter:
         self._torn = False
 
     def sync(self) -> None:
-        """Force the lines to the disk, where a power cut leaves them too."""
+        """Flush the lines to the disk, so that they survive a power cut."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file, whose lines are all written."""
+        """Close the file; all lines are already written."""
         self._file.close()
 
 
 def read_lines(path: Path) -> list[tuple[int, Row]]:
-    """Read (byte offset of the line's end, row) of every whole line with a step and a stage; none without a file."""
+    """Read (byte offset of the line's end, row) of every complete line with a step and a stage; none without a file."""
     if not path.is_file():
         return []
     rows: list[tuple[int, Row]] = []

@@ -1,4 +1,4 @@
-"""manifest.json, a run's command, versions, commit and hardware; and the check of the recipe of a resumed run."""
+"""manifest.json with a run's command, versions, commit and hardware; and the check of a resumed run's recipe."""
 
 from __future__ import annotations
 
@@ -44,13 +44,12 @@ CHANGEABLE = frozenset(
         "distributed.shard_size",
     }
 )
-"""Keys that may change between the starts of one run: directory, checkpoints, logs, threads, length, memory
-and processes.
+"""Keys that may change between starts of a run: directory, checkpoints, logs, threads, length, memory and processes.
 
-None of them alters what an earlier or later row of metrics.jsonl means.
+None of them changes the meaning of rows in metrics.jsonl.
 """
-# Of servers: where they are, and how they are asked. Of a reward: its connection and its budget, none of which alters a
-# score. Trackers, which change nothing of a run.
+# Servers' addresses and connection settings; a reward's connection and budget, which do not affect scores; and
+# trackers, which do not affect the run.
 _CHANGEABLE_SECTIONS = re.compile(
     r"rollout\.engine\.(urls\.\d+|model|sync|directory|timeout|max_concurrency|api_key_env)"
     r"|rewards\.[^.]+\.(timeout|deadline|retries|give_up|concurrency|requests_per_minute|tokens_per_minute|cache"
@@ -58,7 +57,7 @@ _CHANGEABLE_SECTIONS = re.compile(
     r"|tracking(\..+)?"
 )
 DigestKind = Literal["code", "data"]
-"""The content that a digest is of: the user's functions, or the files of data that a recipe names."""
+"""The subject of a digest: the user's functions, or the data files that a recipe names."""
 DIGESTS: Final[tuple[DigestKind, ...]] = ("code", "data")
 _ABSENT = "(absent)"
 _GIB = 2**30
@@ -71,11 +70,11 @@ def describe_start(
     code: Mapping[str, str] | None = None,
     data: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The facts of one start of a run, as JSON; `command` is the command line, None for a start from Python.
+    """Describe a start of a run, as JSON; `command` is the command line, or None for a start from Python.
 
-    The command is kept without the values of secret settings. `decoder` is what draws its rollouts: torch, a library of
-    native kernels, generate, vllm, or a caller's sampler. `code` and `data` have digests of the user's functions and
-    files, by setting.
+    The values of secret settings are removed from the command. `decoder` names what generates rollouts: torch, a
+    library of native kernels, generate, vllm, or a caller's sampler. `code` and `data` map settings to digests of the
+    user's functions and files.
     """
     facts = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -92,13 +91,13 @@ def describe_start(
 
 
 def last_digests(manifest: Mapping[str, Any], kind: DigestKind) -> dict[str, str]:
-    """The digests by setting at the last start of a run; empty where its version kept none."""
+    """The digests by setting at a run's last start; empty if that version of flatpeak saved none."""
     digests: dict[str, str] = ([manifest, *manifest.get("resumed", [])][-1]).get(kind, {})
     return digests
 
 
 def read_starts(path: Path) -> list[Mapping[str, Any]]:
-    """The starts of a run, the first one first; none where its manifest is missing or damaged."""
+    """The starts of a run, oldest first; empty if the manifest is missing or damaged."""
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -107,7 +106,7 @@ def read_starts(path: Path) -> list[Mapping[str, Any]]:
 
 
 def code_in_steps(starts: Iterable[Mapping[str, Any]]) -> dict[str, set[str]]:
-    """The digests of each function of the user's over those starts of a run whose steps it has kept."""
+    """By user function, its digests in those starts of a run whose steps were kept."""
     kept: dict[str, set[str]] = {}
     for start in starts:
         if start.get("anew"):
@@ -118,7 +117,7 @@ def code_in_steps(starts: Iterable[Mapping[str, Any]]) -> dict[str, set[str]]:
 
 
 def hardware() -> dict[str, Any]:
-    """Host, CPU model, cores this process may use, memory in GiB, and the CUDA devices."""
+    """The host, the CPU model, the cores available to this process, memory in GiB, and the CUDA devices."""
     import torch
 
     cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -133,7 +132,8 @@ def hardware() -> dict[str, Any]:
 
 
 def git_commit(path: Path) -> str | None:
-    """The commit that holds `path`, with `-dirty` where tracked files differ from it; None if git does not track it.
+    """The commit that contains `path`, with `-dirty` if tracked files differ from it; None if git does not track
+    `path`.
 
     A package installed inside another repository (`.venv/`) is not part of that repository's commits.
     """
@@ -147,7 +147,7 @@ def git_commit(path: Path) -> str | None:
 
 def _git(directory: Path, *arguments: str) -> str | None:
     try:
-        # Without locks `git status` writes nothing, and is in no one's way.
+        # Without locks, `git status` writes nothing and does not block other git commands.
         command = ["git", "--no-optional-locks", "-C", str(directory), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -163,7 +163,7 @@ def _version(package: str) -> str | None:
 
 
 def _cpu_model() -> str:
-    """The processor's name, and its family and model: virtual machines often leave the generation out of the name."""
+    """The processor's name, family and model; virtual machines often omit the generation from the name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
     except OSError:
@@ -174,10 +174,10 @@ def _cpu_model() -> str:
 
 
 def check_resumable(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
-    """The keys that changed, all of them allowed to, as {"training.steps": "100 -> 200"}.
+    """The changed keys, all of which may change, as {"training.steps": "100 -> 200"}.
 
-    Raises UserError showing the others. `training.steps` may change only under a constant schedule: a linear or cosine
-    one stretches with it, so that the steps already taken would have had other learning rates.
+    Raises UserError if other keys changed, and lists them. `training.steps` may change only under a constant schedule:
+    a linear or cosine schedule stretches with it, so the steps already taken would have had different learning rates.
     """
     changed = changes(old, new)
     allowed = set(CHANGEABLE)

@@ -1,4 +1,4 @@
-"""metrics.jsonl, one line a step."""
+"""metrics.jsonl, with one line per step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from flatpeak.runs.files import LineWriter, Row, read_lines
 from flatpeak.runs.notices import warn
 
 STAGES = ("sft", "train")
-"""The stages that take steps, in their order; rows of evaluations stand between theirs."""
+"""The stages that have steps, in order; rows of evaluations are between their rows."""
 
 
 class MetricsWriter:
-    """A writer of rows `{"step": n, "stage": "train", "reward/mean": 0.5, ...}`, each on disk before `write` returns.
+    """A writer of rows `{"step": n, "stage": "train", "reward/mean": 0.5, ...}`; `write` returns once the row is
+    written.
 
-    A log is worth less than the run: where the disk is full, `notice` is called once and training continues. NaN and
-    infinities are written as null, which is what JSON has.
+    A failed write must not end the run: if the disk is full, `notice` is called once and training continues. NaN and
+    infinities are written as null, because JSON has no such numbers.
     """
 
     def __init__(self, path: Path, *, notice: Callable[[str], None] = warn) -> None:
@@ -36,14 +37,14 @@ class MetricsWriter:
         except OSError as error:
             if not self._noticed:
                 self._noticed = True
-                self._notice(f"{self.path}: {error.strerror}; metrics are lost until there is room again")
+                self._notice(f"{self.path}: {error.strerror}; metrics are not saved until the disk has space again")
 
     def sync(self) -> None:
-        """Force the rows to the disk."""
+        """Flush the rows to the disk."""
         self._lines.sync()
 
     def close(self) -> None:
-        """Close the file, whose rows are all written."""
+        """Close the file; all rows are already written."""
         self._lines.close()
 
     def __enter__(self) -> MetricsWriter:
@@ -56,7 +57,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """The rows of a metrics.jsonl, in order; lines that a crash or a full disk left torn are skipped."""
+    """The rows of a metrics.jsonl, in order; lines that a crash or a full disk left incomplete are skipped."""
     return [row for _, row in read_lines(path)]
 
 
@@ -67,11 +68,11 @@ def missing_steps(path: Path, *, step: int, stage: str) -> list[int]:
 
 
 def truncate_metrics(path: Path, *, step: int | None, stage: str, evaluated: bool = True) -> None:
-    """Cut the file before the first row of a later step of `stage`, or of a later stage, and drop a torn last line.
+    """Truncate the file before the first row of a later step of `stage`, or of a later stage, and drop an incomplete
+    last line.
 
-    What stands before that row was written by the time `step` of `stage` ended: rows of earlier stages, and the
-    evaluations up to and including this step's; without this step's where `evaluated` is false. `step` None empties
-    the file.
+    The remaining rows are those written by the time `step` of `stage` ended: rows of earlier stages, and evaluations up
+    to and including this step's, or before this step's if `evaluated` is false. With `step` None, the file is emptied.
     """
     later = STAGES[STAGES.index(stage) + 1 :]
     if not path.exists():

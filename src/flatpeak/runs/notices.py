@@ -1,4 +1,4 @@
-"""notices.jsonl, the notices of a run with the time and step of each; and a notice that training and report share."""
+"""notices.jsonl, a run's notices with their times and steps; and a notice that training and report share."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _ORDER = (START, "sft", "train")
 
 
 def warn(text: str) -> None:
-    """Give a notice through Python's warnings: the default where a caller passes no other way."""
+    """Give a notice through Python's warnings, the default if the caller passes no other function."""
     warnings.warn(text, stacklevel=3)
 
 
 class NoticeLog:
     """A log of rows `{"time": ..., "stage": "train", "step": 12, "text": ...}`, without secrets.
 
-    Rows from before the run's directory exists wait in memory for `open`. A notice is worth less than the run: where
-    the disk is full, `failed` is called once and training continues.
+    Rows that are added before the run's directory exists stay in memory until `open`. A failed write must not end the
+    run: if the disk is full, `failed` is called once and training continues.
     """
 
     def __init__(self, *, failed: Callable[[str], None] = warn) -> None:
@@ -40,13 +40,13 @@ class NoticeLog:
         self._written_before: frozenset[str] = frozenset()
         self._position: Row = {"stage": START, "step": 0}
         self.forward: Callable[[str], None] = lambda text: None
-        """A function that gets the text of every notice which is written."""
+        """A function that is called with the text of every notice written."""
 
     def open(self, path: Path, *, stage: str = START, step: int = 0) -> None:
-        """Write the waiting rows, dated by `step` of `stage`; from here on every notice is written at once.
+        """Write the rows added so far, with `step` and `stage`; later notices are written immediately.
 
-        A text that an earlier start of the run has written is not written again: each start repeats the notices of the
-        recipe, and counts failures anew.
+        A text that an earlier start of the run has written is not written again, because each start repeats the notices
+        about the recipe and restarts its counts of failures.
         """
         self._path = path
         self.begin_step(stage, step)
@@ -55,16 +55,16 @@ class NoticeLog:
             self._written_before = frozenset(row["text"] for row in read_notices(path))
             self._lines = LineWriter(path)
         except OSError as error:
-            self._failed(f"{path}: {error.strerror}; notices are not kept")
+            self._failed(f"{path}: {error.strerror}; notices are not saved")
         for row in waiting:
             self._write(row | self._position)
 
     def begin_step(self, stage: str, step: int) -> None:
-        """Date the following notices by this step, those of its evaluation and checkpoint included."""
+        """Assign the following notices to this step, including notices of its evaluation and checkpoint."""
         self._position = {"stage": stage, "step": step}
 
     def add(self, text: str) -> None:
-        """Add one notice, to be written at once or by `open`."""
+        """Add a notice, which is written immediately or by `open`."""
         row = {"time": datetime.now(UTC).isoformat(timespec="seconds"), **self._position, "text": redact(text)}
         if self._lines is None:
             self._waiting.append(row)
@@ -79,15 +79,15 @@ class NoticeLog:
             self._lines.write(row)
         except OSError as error:
             failed, self._failed = self._failed, lambda text: None
-            failed(f"{self._path}: {error.strerror}; notices are not kept until there is room again")
+            failed(f"{self._path}: {error.strerror}; notices are not saved until the disk has space again")
 
     def sync(self) -> None:
-        """Force the notices to the disk."""
+        """Flush the notices to the disk."""
         if self._lines is not None:
             self._lines.sync()
 
     def close(self) -> None:
-        """Close the file; later notices are not kept."""
+        """Close the file; later notices are not saved."""
         lines, self._lines = self._lines, None
         if lines is not None:
             lines.close()
@@ -111,19 +111,19 @@ class RecordedProgress:
         self._progress.notice(text)
 
     def say(self, text: str) -> None:
-        """Pass on a line about the run, which is not logged, where the display has a method for it."""
+        """Pass on a line about the run without logging it, if the display has a method for such lines."""
         getattr(self._progress, "say", lambda text: None)(redact(text))
 
 
 def read_notices(path: Path) -> list[Row]:
-    """The rows of a notices.jsonl, in order; none where there is no such file."""
+    """The rows of a notices.jsonl, in order; empty if the file does not exist."""
     return [row for _, row in read_lines(path) if "text" in row]
 
 
 def truncate_notices(path: Path, *, step: int | None, stage: str) -> None:
-    """Cut the file before the first notice of a later step than `step` of `stage`, and drop a torn last line.
+    """Truncate the file before the first notice after `step` of `stage`, and drop an incomplete last line.
 
-    `step` None empties the file.
+    With `step` None, the file is emptied.
     """
     if not path.is_file():
         return
@@ -146,10 +146,10 @@ def no_signal_message(
     limit: int | None,
     effect: str = "no weight changed",
 ) -> str:
-    """The notice that `scope` ("the last 3 steps") had no group whose rewards differ, with the figures that explain it.
+    """The notice that no group in `scope` ("the last 3 steps") had rewards that differ, with figures that explain why.
 
-    `reward` is the mean, None where every score is missing; `truncated` and `unanswered` are shares of completions, the
-    latter None where it is not known; `limit` is rollout.max_new_tokens, where that is known.
+    `reward` is the mean reward, or None if every score is missing. `truncated` and `unanswered` are shares of
+    completions; `unanswered` is None if it is unknown. `limit` is rollout.max_new_tokens, if known.
     """
     causes = ["no completion has a score" if reward is None else f"the mean reward is {reward:.3g}"]
     if unanswered:

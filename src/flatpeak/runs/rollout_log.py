@@ -1,4 +1,4 @@
-"""rollouts/step_000001.jsonl: every completion of a step with its tokens, rewards and advantage; and evaluations/."""
+"""rollouts/step_000001.jsonl, with every completion of a step, its tokens, rewards and advantage; and evaluations/."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from flatpeak.utils.redaction import redact
 
 Row = dict[str, Any]
 LARGE = 2**30
-"""Bytes of a run's rollouts from which a notice is given beforehand."""
+"""Expected bytes of a run's rollouts above which a notice is given in advance."""
 _FILE = re.compile(r"step_(\d+)\.jsonl")
 
 
 def rollout_rows(
     groups: Sequence[Group], scores: Scores, advantages: Sequence[Sequence[float | None]]
 ) -> Iterator[Row]:
-    """One row per completion; `advantages` is [P][G] like `scores`. Missing numbers, and those not finite, are null."""
+    """One row per completion; `advantages` is [P][G] like `scores`. Missing and non-finite numbers become null."""
     for p, group in enumerate(groups):
         prompt, gold, texts = redact(
             [group.prompt.text, group.prompt.example.gold, [completion.text for completion in group.completions]],
@@ -49,7 +49,7 @@ def rollout_rows(
 
 
 class RolloutLog:
-    """A writer of one file of rollouts per step; a full disk gives one notice and training continues."""
+    """Writes one file of rollouts per step; if the disk is full, it gives one notice and training continues."""
 
     def __init__(self, directory: Path, *, notice: Callable[[str], None] = warn) -> None:
         self.directory = directory
@@ -61,7 +61,7 @@ class RolloutLog:
         self._unsynced: list[Path] = []
 
     def announce_size(self, step: int, *, total: int, every: int) -> None:
-        """Give one notice, after the first file, where files like it, one every so many steps, add up to much."""
+        """Give one notice, after the first file, if files of its size every `every` steps would add up to LARGE."""
         if self._announced or self._size is None:
             return
         self._announced = True
@@ -79,11 +79,11 @@ class RolloutLog:
         scores: Scores,
         advantages: Sequence[Sequence[float | None]],
     ) -> None:
-        """Write the whole file under a temporary name and rename it: a reader never sees half a step."""
+        """Write the file under a temporary name and rename it, so that readers never see an incomplete step."""
         path = self.directory / f"step_{step:06d}.jsonl"
         temporary = self.directory / f".tmp-{path.name}"
         try:
-            # A lone surrogate, which UTF-8 cannot hold, becomes the JSON escape of itself.
+            # A lone surrogate, which UTF-8 cannot encode, becomes a JSON escape.
             with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
                 for row in rollout_rows(groups, scores, advantages):
                     file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
@@ -94,10 +94,10 @@ class RolloutLog:
             temporary.unlink(missing_ok=True)
             if not self._noticed:
                 self._noticed = True
-                self._notice(f"{path}: {error.strerror}; rollouts are not logged until there is room again")
+                self._notice(f"{path}: {error.strerror}; rollouts are not logged until the disk has space again")
 
     def sync(self) -> None:
-        """Force the files that were written since the last call to the disk."""
+        """Flush the files written since the last call to the disk."""
         unsynced, self._unsynced = self._unsynced, []
         for path in unsynced:
             fsync_path(path)
@@ -106,15 +106,15 @@ class RolloutLog:
 
 
 def write_answers(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write the rows of an evaluation to a file such as evaluations/train_000010.jsonl, their texts without secrets."""
+    """Write the rows of an evaluation to a file such as evaluations/train_000010.jsonl, with secrets redacted."""
     path.parent.mkdir(exist_ok=True)
     write_atomic(path, "".join(json.dumps(_without_secrets(row), ensure_ascii=False) + "\n" for row in rows))
 
 
 def answers_before_and_after(directory: Path, stages: Sequence[str], *, count: int = 3) -> list[tuple[Row, Row]]:
-    """The rows of the first questions in the files of a run's first and last evaluation, such as `train_000010`.
+    """The rows of the first questions in the files of a run's first and last evaluations, such as `train_000010`.
 
-    Empty where a file is missing or not whole, where the questions are not the same, and for a single evaluation.
+    Empty if a file is missing or incomplete, if the questions differ, or if there is only one evaluation.
     """
     if len(stages) < 2:
         return []
@@ -126,36 +126,36 @@ def answers_before_and_after(directory: Path, stages: Sequence[str], *, count: i
 
 
 def _without_secrets(row: Mapping[str, Any]) -> Row:
-    # Mappings hold numbers by the names of rewards, of which one may be called `secret`.
+    # Mappings contain numbers by reward name, and a reward may be called `secret`.
     return {key: item if isinstance(item, Mapping) else redact(item, prose=True) for key, item in row.items()}
 
 
 def read_rollouts(path: Path) -> list[Row]:
-    """The rows of one step's file. UserError where it is cut short, as by a full disk, or damaged."""
+    """The rows of a step's file. Raises UserError if it is damaged, or truncated, for example by a full disk."""
     try:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
     except ValueError as error:
         raise UserError(
-            f"{path} is not whole ({brief(error)}): choose another step, or resume the run, which writes again what "
-            "comes after its last checkpoint"
+            f"{path} is incomplete ({brief(error)}): choose another step, or resume the run, which rewrites the steps "
+            "after its last checkpoint"
         ) from None
 
 
 def first_row(path: Path) -> Row:
-    """The first row of one step's file, without reading the others. ValueError where there is none."""
+    """The first row of a step's file, without reading the others. Raises ValueError if there is none."""
     with path.open(encoding="utf-8") as file:
         row: Row = json.loads(file.readline())
     return row
 
 
 def logged_steps(directory: Path) -> dict[int, Path]:
-    """The file of every logged step, in the order of the steps."""
+    """The files of all logged steps, in order of steps."""
     files = {int(match[1]): path for path in directory.glob("step_*.jsonl") if (match := _FILE.fullmatch(path.name))}
     return dict(sorted(files.items()))
 
 
 def truncate_rollouts(directory: Path, *, step: int) -> None:
-    """Delete the files of every later step, and those that a crash left half written."""
+    """Delete the files of all later steps, and incomplete files that a crash left."""
     for later, path in logged_steps(directory).items():
         if later > step:
             path.unlink()

@@ -1,4 +1,4 @@
-"""Stop signals: SIGINT, SIGTERM, SIGHUP and SIGUSR1 as a request to stop at the next step boundary."""
+"""Stop signals: SIGINT, SIGTERM, SIGHUP and SIGUSR1 request a stop at the next step boundary."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from types import FrameType, TracebackType
 from typing import Any
 
 _CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Ctrl-C, an end asked for, a terminal or connection that is lost, and what batch systems send before a time limit."""
+"""Ctrl-C, a termination request, a closed terminal or connection, and a batch system's warning before a time limit."""
 
 _ANSWER = b"\nstopping after this step, with a checkpoint; the same again ends at once, without one\n"
 
 
 def signal_name(number: int) -> str:
-    """The words for a signal: Ctrl-C, SIGTERM, ..."""
+    """The display name of a signal: Ctrl-C, SIGTERM, ..."""
     if number == signal.SIGINT:
         return "Ctrl-C"
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 class StopSignals:
-    """A context in which a first stop signal is only recorded, and a second one raises KeyboardInterrupt.
+    """A context in which the first stop signal is only recorded and the second raises KeyboardInterrupt.
 
-    A SIGHUP that is ignored, as under nohup, stays ignored. The loop checks `stop.signal` wherever it can stop with
-    its state whole, writes a checkpoint, and ends. Outside the main thread, where Python delivers no signals, it
-    does nothing.
+    If SIGHUP is ignored, as under nohup, it stays ignored. The training loop checks `stop.signal` wherever it can stop
+    in a consistent state, writes a checkpoint, and ends. Outside the main thread, where Python delivers no signals,
+    this class does nothing.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
         self.rank: int | None = None
-        """Of several processes the one that alone got the signal."""
+        """With several processes, the rank that received the signal if only one did."""
         self._previous: dict[signal.Signals, Any] = {}
 
     @property
     def exit_code(self) -> int:
-        """The exit code, 128 + the signal's number (130 for SIGINT, 143 for SIGTERM); 0 where none came."""
+        """The exit code: 128 + the signal's number (130 for SIGINT, 143 for SIGTERM), or 0 without a signal."""
         return 0 if self.signal is None else 128 + self.signal
 
     @property
     def asked(self) -> bool:
-        """Whether a signal asks this process to stop, also before `agree`."""
+        """Whether this process has received a stop signal, even before `agree`."""
         return self.signal is not None
 
     def agree(self) -> None:
-        """Take up signals at the end of a step; here each is taken up as it comes."""
+        """Act on signals at the end of a step; a single process acts on each signal as it arrives."""
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
@@ -63,7 +63,7 @@ class StopSignals:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._previous.items():
-            # None: the handler was not installed from Python and cannot be put back from here.
+            # None means that the handler was not installed from Python and cannot be restored from here.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous = {}
 
@@ -79,7 +79,7 @@ class StopSignals:
 
 
 def _leave_terminal() -> None:
-    """Send output to nowhere in place of a terminal that is gone: its errors would end the run before it has saved."""
+    """Discard output once the terminal is gone, because write errors would end the run before it saves."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         with suppress(OSError):

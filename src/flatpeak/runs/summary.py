@@ -1,4 +1,4 @@
-"""summary.json: the outcome of a run, for tables and for the last line of a command."""
+"""summary.json, the outcome of a run, used for tables and the last line of a command."""
 
 from __future__ import annotations
 
@@ -24,47 +24,47 @@ class StageEvaluation:
     stage: EvaluationStage
     """`start` is the model before any training, `sft` after (or during) SFT, `train` during and after RL."""
     step: int
-    """The step of that stage."""
+    """The step within that stage."""
     task: str
     size: int
     """The number of held-out questions."""
     metrics: Mapping[str, float | None]
-    """accuracy, reward, format, ...; None where a metric was not finite."""
+    """accuracy, reward, format, ...; None if a metric was not finite."""
     intervals: Mapping[str, tuple[float, float]]
     """A confidence interval (low, high) per metric that has one."""
     methods: Mapping[str, str] = field(default_factory=dict)
     """The method of each interval: `wilson` or `bootstrap`."""
     counted: Mapping[str, int] = field(default_factory=dict)
-    """The number of questions behind a metric's mean, where it is not all of them."""
+    """The number of questions in a metric's mean, if not all questions."""
     subsets: Mapping[str, Any] = field(default_factory=dict)
     """[column]: `values` (each with size, metrics, intervals, counted), `micro` and `macro` averages."""
     robustness: Mapping[str, Any] = field(default_factory=dict)
     """[kind of perturbation]: coverage, accuracy, the clean accuracy of the same questions, their difference."""
     choices: str | None = None
-    """The way questions with lettered options were answered, `generate` or `rank`; None where there were none."""
+    """The way questions with lettered options were answered, `generate` or `rank`; None without such questions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
-    """The outcome of a run, or its present state."""
+    """The outcome of a run, or its current state."""
 
     name: str
     status: Status
-    """`stopped`: by a signal, with a valid checkpoint left. A run that was killed still reads `running`."""
+    """`stopped`: by a signal, with a valid checkpoint. After a kill, the status is still `running`."""
     metric: str
     """The metric that chose the best checkpoint."""
     best_step: int | None
     last_step: int
     evaluations: tuple[StageEvaluation, ...]
-    """The evaluations of every stage, in their order in time."""
+    """The evaluations of all stages, in chronological order."""
     checkpoints: tuple[str, ...]
-    """Names of the checkpoints at hand, oldest first."""
+    """Names of the available checkpoints, oldest first."""
     wall_seconds: float
     """Time spent in SFT and RL together, over all starts of the run."""
     signal: int | None = None
     """The signal that stopped the run."""
     ended_by: str | None = None
-    """The condition that ended the run before, or at, its last step: `training.stop_at` or `training.stop_when`."""
+    """The condition that ended the run at or before its last step: `training.stop_at` or `training.stop_when`."""
 
     def evaluation(self, stage: EvaluationStage) -> StageEvaluation | None:
         """The last evaluation of a stage, or None."""
@@ -72,12 +72,12 @@ class RunSummary:
 
 
 def write_summary(path: Path, summary: RunSummary) -> None:
-    """Write a summary as JSON, whole or not at all; numbers that are not finite become null."""
+    """Write a summary as JSON, atomically; numbers that are not finite become null."""
     write_atomic(path, json.dumps(finite(asdict(summary)), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read_summary(path: Path) -> RunSummary:
-    """Read a summary. Raises UserError where there is none or it is not a summary."""
+    """Read a summary. Raises UserError if the file is missing or not a summary."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         evaluations = tuple(
@@ -98,7 +98,7 @@ def read_summary(path: Path) -> RunSummary:
 
 
 def finite(value: Any) -> Any:
-    """The value as JSON can hold it: numbers that are not finite become null, and tuples lists."""
+    """Make a value representable in JSON: numbers that are not finite become null, and tuples become lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The facts and entries that trackers get, and the protocol that each tracker's library is put behind."""
+"""The run facts and entries that trackers record, and the protocol that wraps each tracker's library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 LEAST_ROOM = 2**20
-"""Bytes that must be free where a library writes without reporting that it cannot."""
+"""Bytes of disk space that must be free, because some libraries do not report failed writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,17 +19,17 @@ class RunFacts:
 
     name: str
     directory: Path
-    """The run's own directory."""
+    """The run's directory."""
     recipe: Mapping[str, Any]
-    """The resolved recipe, as config.yaml has it."""
+    """The resolved recipe, as in config.yaml."""
     start: Mapping[str, Any]
-    """Versions, commit, hardware and command of this start, as the manifest has them."""
+    """Versions, commit, hardware and command of this start, as in the manifest."""
     group: str | None
     tags: Mapping[str, str]
 
     @property
     def folder(self) -> Path:
-        """The folder of the run that holds the ids of its trackers and, unless a recipe says otherwise, their files."""
+        """The folder of the run for its trackers' ids and, unless a recipe sets another directory, their files."""
         return self.directory / "tracking"
 
 
@@ -75,14 +75,15 @@ Content = MetricRow | Table | NoticeRow | Report
 
 
 class Backend(Protocol):
-    """A tracker's library, opened for one run. Every method may raise, and is called by one thread."""
+    """A tracker's library, opened for one run. Every method may raise; all are called from one thread."""
 
     identity: str
     """The id by which a later start continues the run."""
     message: str | None
-    """Something that the user should know, once."""
+    """A message to show the user once."""
     rows_first: bool
-    """Whether rows of metrics may come before tables of earlier steps, in fewer calls; not where steps must rise."""
+    """Whether metric rows may be logged before tables of earlier steps, in fewer calls; false if steps must
+    increase."""
 
     def log_rows(self, rows: Sequence[MetricRow]) -> None:
         """Record rows of metrics."""
@@ -101,12 +102,12 @@ class Backend(Protocol):
         ...
 
     def finish(self, status: str) -> None:
-        """Write what is left and close; `status` is done, stopped or failed."""
+        """Write everything pending and close; `status` is done, stopped or failed."""
         ...
 
 
 def check_writable(path: Path) -> None:
-    """OSError where `path` is gone or its disk is full, for libraries that write in the background."""
+    """Raise OSError if `path` is gone or its disk is full, for libraries that write in the background."""
     if not path.exists():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     system = os.statvfs(path)

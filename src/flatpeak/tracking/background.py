@@ -1,4 +1,4 @@
-"""The thread that writes to all trackers of a run: it imports, opens and calls them, so that none slows training."""
+"""The thread that imports, opens and calls all trackers of a run, so that none of them slows training."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from flatpeak.utils.redaction import redact
 
 Value = TypeVar("Value")
 ROOM = 4000
-"""Rows, tables and notices that may wait for the trackers."""
+"""Maximum number of queued rows, tables and notices."""
 INTERVAL = 10.0
 """Seconds between two batches: a request to MLflow costs about as much as ten rows of metrics."""
 PAUSES = (0.0, 1.0, 3.0)
-"""Seconds before each attempt of a call."""
+"""Seconds to wait before each attempt of a call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """The run of one tracker, which a resumed run continues by the id that `state` keeps."""
+    """A run in one tracker; a resumed run continues it by the id saved in `state`."""
 
     name: str
-    """The tracker's name, as settings have it."""
+    """The tracker's name in the settings."""
     open_backend: Callable[[str | None], Backend]
-    """Open the run of this id, or a new one."""
+    """Opens the run with this id, or a new run for None."""
     state: Path
-    """A small JSON file with the id."""
+    """A JSON file that stores the id."""
     destination: str = ""
-    """A digest of where the tracker records: where it has changed, the tracker begins a new run."""
+    """A digest of where the tracker records; if it changes, the tracker starts a new run."""
     earlier: Sequence[MetricRow] = ()
-    """The rows of earlier starts, which a new run begins with."""
+    """Rows logged before this start, which are the first rows of a new run."""
 
     def identity(self) -> str | None:
-        """The id of the run that an earlier start has recorded in; None where there is none."""
+        """The id saved by an earlier start, or None."""
         with suppress(OSError, ValueError, KeyError, TypeError):
             saved = json.loads(self.state.read_text(encoding="utf-8"))
             if saved["destination"] == self.destination:
@@ -50,13 +50,13 @@ class TrackedRun:
         return None
 
     def keep(self, identity: str) -> None:
-        """Keep the id for later starts."""
+        """Save the id for later starts."""
         self.state.parent.mkdir(parents=True, exist_ok=True)
         self.state.write_text(json.dumps({"id": identity, "destination": self.destination}) + "\n", encoding="utf-8")
 
 
 class TrackerThread:
-    """A daemon thread that gives the trackers what is queued; all that comes back is notices, one for each tracker."""
+    """A daemon thread that sends queued content to the trackers and gives at most one notice of trouble for each."""
 
     def __init__(self, runs: Sequence[TrackedRun]) -> None:
         self._runs = tuple(runs)
@@ -64,7 +64,7 @@ class TrackerThread:
         self._messages: deque[str] = deque()
         self._in_trouble: set[str] = set()
         self._called = self._runs[0].name
-        """The tracker that is being called, or was last."""
+        """The tracker being called, or the last one called."""
         self._busy = True
         self._closing = threading.Event()
         self._abandoned = False
@@ -74,22 +74,22 @@ class TrackerThread:
 
     @property
     def pending(self) -> bool:
-        """Whether something is not recorded yet."""
+        """Whether some content is not recorded yet."""
         return self._busy or bool(self._queue)
 
     def offer(self, content: Content) -> None:
-        """Queue something to record; it is dropped where too much is waiting."""
+        """Queue content to record, or drop it if the queue is full."""
         if len(self._queue) < ROOM:
             self._queue.append(content)
         else:
             self._trouble(self._called, "takes what is recorded too slowly: some of it is dropped")
 
     def messages(self) -> list[str]:
-        """The notices since the last call: the run's own thread gives them."""
+        """Return the notices since the last call, for the main thread to print."""
         return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def close(self, status: str, *, longest: float) -> None:
-        """Let the trackers record what is queued and end; one that hangs is left behind after `longest` seconds."""
+        """Let the trackers record the queued content and finish; abandon trackers that hang after `longest` seconds."""
         self._status = status
         self._closing.set()
         self._thread.join(longest)
@@ -103,7 +103,7 @@ class TrackerThread:
         last = False
         while not last:
             self._busy = False
-            last = self._closing.wait(INTERVAL)  # before the queue is emptied: nothing comes after that
+            last = self._closing.wait(INTERVAL)  # wait before emptying the queue: nothing is queued after closing
             self._busy = True
             contents = [self._queue.popleft() for _ in range(len(self._queue))]
             for name, backend in backends.items():
@@ -113,7 +113,7 @@ class TrackerThread:
             self._attempt(name, partial(backend.finish, self._status))
 
     def _opened(self, run: TrackedRun) -> Backend | None:
-        """The open tracker, which has the rows of earlier starts; None where it cannot be opened."""
+        """Open a tracker and record the rows of earlier starts; None if it cannot be opened."""
         identity = run.identity()
         backend = self._attempt(run.name, lambda: run.open_backend(identity))
         if backend is None:
@@ -125,16 +125,16 @@ class TrackerThread:
             backend.log_rows(run.earlier)
             return True
 
-        # Without an id the next start begins another run, with all rows.
+        # If the id is not saved, the next start begins another run with all rows.
         if identity is not None or not run.earlier or self._attempt(run.name, record_earlier):
             self._attempt(run.name, lambda: run.keep(backend.identity))
         return backend
 
     def _attempt(self, name: str, call: Callable[[], Value]) -> Value | None:
-        """The value of a call, in several attempts; None where all of them fail."""
+        """Return the value of a call, retrying it; None if all attempts fail."""
         self._called = name
         for pause in PAUSES:
-            self._closing.wait(pause)  # at the end of a run nothing waits
+            self._closing.wait(pause)  # no pauses at the end of a run
             if self._abandoned:
                 return None
             try:
@@ -142,13 +142,13 @@ class TrackerThread:
             except ImportError as error:
                 self._trouble(name, f"cannot be loaded ({brief(error)}): pip install 'flatpeak[{name}]'")
                 return None
-            # Foreign code over files and networks: whatever it raises, training continues.
+            # Third-party code that uses files and networks: training continues whatever it raises.
             except (Exception, SystemExit) as error:
                 self._trouble(name, f"failed ({type(error).__name__}: {brief(error)})")
         return None
 
     def _trouble(self, name: str, text: str) -> None:
-        """Give one notice of a tracker; what follows it is the same trouble."""
+        """Report the first trouble of a tracker; later ones usually have the same cause."""
         if name not in self._in_trouble:
             self._in_trouble.add(name)
             self._messages.append(
@@ -157,7 +157,7 @@ class TrackerThread:
 
 
 def _calls(backend: Backend, contents: Sequence[Content]) -> Iterator[Callable[[], None]]:
-    """The calls that record these in their order, successive rows of metrics in one."""
+    """The calls that record the contents in order, with consecutive rows of metrics combined in one call."""
     if backend.rows_first:
         contents = sorted(contents, key=lambda content: not isinstance(content, MetricRow))
     for kind, group in groupby(contents, type):

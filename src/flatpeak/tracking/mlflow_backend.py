@@ -1,4 +1,4 @@
-"""MLflow: a run of an experiment, on a server or in a database."""
+"""MLflow: a run in an experiment, on a server or in a database."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# Before the import: the library would report its use over the network, from a thread of its own, and its progress in
-# the terminal.
+# Set before the import: otherwise the library sends usage reports over the network, from a separate thread, and prints
+# its progress in the terminal.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
-# The other trackers wait while this one does: a server that is away costs them seconds, and not minutes.
+# The other trackers wait for this one, so an unreachable server must cost seconds, not minutes.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
 
@@ -32,13 +32,13 @@ from flatpeak.tracking.config import MlflowConfig
 
 _REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
 _METRICS, _PARAMETERS = 1000, 100
-"""Metrics, and parameters or tags, that one request may have."""
+"""The maximum number of metrics, and of parameters or tags, in one request."""
 _LONGEST_VALUE = 500
 _STATUS = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
 class MlflowBackend:
-    """A run of MLflow, which a resumed start goes on with."""
+    """An MLflow run, which a resumed run continues."""
 
     message: str | None = None
     rows_first = True
@@ -55,14 +55,14 @@ class MlflowBackend:
                 self._describe(facts)
             except Exception:
                 with suppress(Exception):
-                    self._client.delete_run(self.identity)  # the next attempt makes another
+                    self._client.delete_run(self.identity)  # the next attempt creates another
                 raise
         else:
             self._client.update_run(identity, status="RUNNING")
             self._client.log_dict(identity, dict(facts.start), f"start_{int(time.time())}.json")
 
     def log_rows(self, rows: Sequence[MetricRow]) -> None:
-        """Log the rows in as few requests as may be."""
+        """Log the rows in as few requests as possible."""
         now = int(1000 * time.time())
         metrics = [
             Metric(metric_name(name), float(value), now, row.step)
@@ -73,13 +73,13 @@ class MlflowBackend:
             self._client.log_batch(self.identity, metrics=metrics[begin : begin + _METRICS], synchronous=True)
 
     def log_table(self, table: Table) -> None:
-        """Log a table as JSON, in the layout that MLflow shows as a table."""
+        """Log a table as JSON, in the layout that MLflow displays as a table."""
         content = {"columns": list(table.columns), "data": [list(row) for row in table.rows]}
         text = json.dumps(content, ensure_ascii=False)
         self._client.log_text(self.identity, text, f"{_REFUSED.sub('_', table.name)}/step_{table.step:06d}.json")
 
     def log_notice(self, notice: NoticeRow) -> None:
-        """Log a notice as a text file: a run has a limited number of tags."""
+        """Log a notice as a text file, because the number of tags in a run is limited."""
         self._notices += 1
         name = f"notices/step_{notice.step:06d}_{int(time.time())}_{self._notices}.txt"
         self._client.log_text(self.identity, notice.text, name)
@@ -99,7 +99,7 @@ class MlflowBackend:
         return identity
 
     def _experiment(self, name: str) -> str:
-        """The id of an experiment; two runs that start together may both try to make it."""
+        """The id of an experiment; two runs that start together may both try to create it."""
         known = self._client.get_experiment_by_name(name)
         if known is None:
             try:
@@ -113,7 +113,7 @@ class MlflowBackend:
         return experiment
 
     def _describe(self, facts: RunFacts) -> None:
-        """Log recipe, tags, versions and hardware, in requests of a size that MLflow takes."""
+        """Log recipe, tags, versions and hardware, in requests of a size that MLflow accepts."""
         start = {key: facts.start[key] for key in ("versions", "commit", "hardware") if key in facts.start}
         tags = [*facts.tags.items(), *((name, str(value)) for name, value in _flat(start))]
         params = [Param(metric_name(name), str(value)[:_LONGEST_VALUE]) for name, value in _flat(facts.recipe)]
@@ -126,12 +126,12 @@ class MlflowBackend:
 
 
 def make_database(uri: str) -> None:
-    """Make the file of an SQLite address, whole or not at all, where there is none.
+    """Create the file of an SQLite address atomically, if it does not exist.
 
-    Left to itself the library makes its tables one by one in the file. A second process that does so too, or the end of
-    this one in the middle, leaves a file that no process can ever open.
+    The library would create its tables one by one in the file. If a second process does the same, or this one ends in
+    the middle, no process can open the file again.
     """
-    from sqlalchemy.engine import make_url  # here, because a server needs none of it
+    from sqlalchemy.engine import make_url  # imported here because servers do not need it
 
     name = make_url(uri).database
     if not name or name == ":memory:" or Path(name).exists():
@@ -139,7 +139,7 @@ def make_database(uri: str) -> None:
     path = Path(name)
     folder = tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent)
     remove = partial(shutil.rmtree, folder, ignore_errors=True)
-    atexit.register(remove)  # a run that waits no longer ends in the middle of this thread
+    atexit.register(remove)  # a run that stops waiting ends this thread at any point
     try:
         temporary = Path(folder, path.name).absolute()
         MlflowClient(tracking_uri=f"sqlite:///{temporary}").search_experiments(max_results=1)
@@ -151,7 +151,7 @@ def make_database(uri: str) -> None:
 
 
 def metric_name(name: str) -> str:
-    """The name as MLflow takes it: `@` becomes `_at_`, anything else that it refuses `_`."""
+    """A name that MLflow accepts: `@` becomes `_at_`, and other characters that it refuses become `_`."""
     return _REFUSED.sub("_", name.replace("@", "_at_"))
 
 

@@ -21,7 +21,7 @@ from flatpeak.tracking.config import TensorBoardConfig
 
 
 class TensorBoardBackend:
-    """The event files of a run; every start adds one of its own."""
+    """The event files of a run; every start adds a file."""
 
     message: str | None = None
     rows_first = False
@@ -34,7 +34,7 @@ class TensorBoardBackend:
         else:
             own = _make_new(own)
         self.identity = own.name
-        # The library's own writer has a thread, whose errors end it with a traceback on the terminal.
+        # The library's writer uses a thread, which dies with a traceback on the terminal after an error.
         self._path = own / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
         self._file = self._path.open("wb")
         self._writer = RecordWriter(self._file)
@@ -62,11 +62,11 @@ class TensorBoardBackend:
         self._add_text("notices", notice.text, step=notice.step)
 
     def log_report(self, path: Path) -> None:
-        """Add the place of the report: event files hold no pages."""
+        """Add the path of the report, because event files cannot contain pages."""
         self._add_text("report", f"`{path}`", step=0)
 
     def finish(self, status: str) -> None:
-        """Add how the run ended, and close the file."""
+        """Record how the run ended, and close the file."""
         self._add_text("status", status, step=0)
         self._file.close()
 
@@ -81,13 +81,13 @@ class TensorBoardBackend:
         self._writer.write(event.SerializeToString())
 
     def _flush(self) -> None:
-        """Hand everything to the system. OSError where the file is gone, which lets a writer go on with it."""
+        """Flush the file. Raises OSError if the file was deleted, which a writer would not notice."""
         self._file.flush()
         check_writable(self._path)
 
 
 def _make_new(path: Path) -> Path:
-    """Make a folder that no other run writes to: `path`, or with -2, -3, ... behind its name."""
+    """Create a folder that no other run writes to: `path`, or `path` with the suffix -2, -3, ..."""
     for number in itertools.count(1):
         own = path if number == 1 else path.with_name(f"{path.name}-{number}")
         with contextlib.suppress(FileExistsError):

@@ -1,4 +1,4 @@
-"""The trackers of a run together: numbering of steps, tables, and the start and end of all of them."""
+"""All trackers of a run: step numbers, tables, start and end."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from flatpeak.utils.redaction import redact
 from flatpeak.utils.schema import StrictConfig
 
 LONGEST_END = 30.0
-"""Seconds that a run waits for its trackers at its end."""
+"""Seconds that a run waits for its trackers at the end."""
 INTERRUPTED_END = 5.0
-"""Seconds that it waits where it was stopped."""
+"""Seconds that it waits if it was stopped."""
 
 
 class Steps:
-    """The numbering of steps over a whole run: those of RL follow those of SFT."""
+    """Step numbers over a whole run: RL steps follow SFT steps."""
 
     def __init__(self) -> None:
         self._sft = 0
         self._offset = 0
 
     def number(self, stage: str, step: int) -> int:
-        """The step of a row of metrics.jsonl, given all rows before it; an evaluation belongs to the stage it is in."""
+        """The step number of a row of metrics.jsonl, given all rows before it. Evaluations belong to their stage."""
         if stage == "sft":
             self._sft, self._offset = step, 0
         elif stage == "train":
@@ -39,7 +39,7 @@ class Steps:
 
 
 class Trackers:
-    """All trackers of a run; a run without any has an empty one, which does nothing."""
+    """All trackers of a run; without trackers it does nothing."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Trackers:
 
     @property
     def pending(self) -> bool:
-        """Whether something is not recorded yet."""
+        """Whether some content is not recorded yet."""
         return self._thread is not None and self._thread.pending
 
     def log(self, metrics: Mapping[str, float], *, step: int, stage: str) -> None:
@@ -74,7 +74,7 @@ class Trackers:
         return bool(self._thread and every and step % every == 0)
 
     def log_completions(self, rows: Iterable[Mapping[str, Any]], *, step: int) -> None:
-        """Record a table of the first completions of a step of RL, rows as in the rollouts' files."""
+        """Record a table of the first completions of an RL step; rows are as in the rollout files."""
         number = self._steps.number("train", step)
         chosen = list(islice(rows, self._config.completions))
         components = list(chosen[0]["rewards"]) if chosen else []
@@ -94,7 +94,7 @@ class Trackers:
         self._offer(table)
 
     def log_evaluation(self, results: Mapping[str, Any], answers: Sequence[Mapping[str, Any]], *, step: int) -> None:
-        """Record an evaluation's table of results, as the summary has them, and the first answers."""
+        """Record a table of an evaluation's results, as in the summary, and its first answers."""
         if self._thread is None:
             return
         number = self._steps.number("eval", step)
@@ -115,7 +115,7 @@ class Trackers:
             self._offer(Table(name=name, step=number, columns=columns, rows=_encodable(rows)))
 
     def log_notice(self, text: str) -> None:
-        """Record a notice that the run has given."""
+        """Record a notice of the run."""
         self._offer(NoticeRow(step=self._step, text=_encodable(text)))
 
     def log_report(self, path: Path) -> None:
@@ -124,7 +124,7 @@ class Trackers:
             self._offer(Report(path=path))
 
     def close(self, status: str) -> None:
-        """Let the trackers record what they have and end, and give their last notices; harmless when called twice."""
+        """Let the trackers record what is queued, end them, and give their last notices; harmless when called twice."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.close(status, longest=INTERRUPTED_END if status == "stopped" else LONGEST_END)
@@ -146,7 +146,7 @@ def open_trackers(
     earlier: Callable[[], Sequence[Mapping[str, Any]]],
     notice: Callable[[str], None],
 ) -> Trackers:
-    """Start the trackers of a recipe; `earlier` reads the rows that metrics.jsonl has."""
+    """Start the trackers of a recipe; `earlier` reads the existing rows of metrics.jsonl."""
     openers = _openers(config, facts)
     if not openers:
         return Trackers(config)
@@ -170,18 +170,18 @@ def open_trackers(
 
 
 def _destination(section: StrictConfig) -> str:
-    """A digest of where a tracker records: an address may hold a password. The mode of a run says nothing of that."""
+    """A digest of where a tracker records, since an address may contain a password. The mode is not part of it."""
     return blake2b(section.model_dump_json(exclude={"mode"}).encode(), digest_size=8).hexdigest()
 
 
 def _metric_row(metrics: Mapping[str, float], *, step: int) -> MetricRow:
-    """The finite metrics of a row: what is null in metrics.jsonl is left out."""
+    """The finite metrics of a row, without those that are null in metrics.jsonl."""
     finite = {name: number for name, value in metrics.items() if math.isfinite(number := float(value))}
     return MetricRow(step=step, metrics=finite)
 
 
 def _encodable(value: Any) -> Any:
-    """A text, or any nesting of sequences, with lone surrogates escaped: trackio and MLflow refuse them."""
+    """Escape lone surrogates in a string or in nested sequences, because trackio and MLflow refuse them."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, list | tuple):
@@ -195,7 +195,7 @@ def _openers(config: TrackingConfig, facts: RunFacts) -> dict[str, Callable[[str
 
 
 def _open_backend(section: StrictConfig, facts: RunFacts, identity: str | None) -> Backend:
-    """Open a tracker, in the thread of the trackers: the seconds of an import are not the run's."""
+    """Open a tracker in the tracker thread, so that the run does not wait for its import."""
     match section:
         case WandbConfig():
             from flatpeak.tracking.wandb_backend import WandbBackend

@@ -20,8 +20,8 @@ from flatpeak.tracking.config import TrackioConfig
 class TrackioBackend:
     """A run in trackio's store.
 
-    `trackio.log` prints to the standard output and keeps errors to itself; what it would write goes to the store here,
-    and an error is raised.
+    `trackio.log` prints to standard output and hides errors. This class writes the same content to the store and raises
+    errors.
     """
 
     message: str | None = None
@@ -32,7 +32,7 @@ class TrackioBackend:
         self._project = config.project
         self._name = facts.name
         created = datetime.now(UTC).isoformat()
-        # Keys that begin with an underscore are the library's own; it groups runs by the last of these.
+        # Keys that begin with an underscore belong to the library, which groups runs by the last of these.
         own = {"_Username": None, "_Created": created, "_Group": facts.group}
         self._config = to_json_safe({**facts.recipe, "flatpeak": dict(facts.start), "tags": dict(facts.tags), **own})
         SQLiteStorage.validate_project_name(self._project)
@@ -40,7 +40,7 @@ class TrackioBackend:
         self._described = False
 
     def log_rows(self, rows: Sequence[MetricRow]) -> None:
-        """Add a row for each, in one transaction."""
+        """Add the rows in one transaction."""
         self._check()
         self._write([dict(row.metrics) for row in rows], [row.step for row in rows])
 
@@ -74,17 +74,17 @@ class TrackioBackend:
         )
 
     def finish(self, status: str) -> None:
-        """Add how the run ended as an alert: the store has no other place for it."""
+        """Record how the run ended as an alert, because the store has no field for it."""
         self._check()
         self._alert(f"run {status}", None, "info", 0)
 
     def _check(self) -> None:
-        """OSError where the store is gone, in whose place the library would begin an empty one."""
+        """Raise OSError if the store is gone, because the library would create an empty one instead."""
         if not self._store.exists():
             raise FileNotFoundError(f"{self._store} is gone")
 
     def _write(self, values: Sequence[dict[str, Any]], steps: Sequence[int]) -> None:
-        """Store rows, the first time with the configuration, which the library stores with rows alone."""
+        """Store rows; the first call adds the configuration, which the library can store only together with rows."""
         SQLiteStorage.bulk_log(
             self._project,
             self._name,

@@ -1,4 +1,4 @@
-"""Weights & Biases: online, or as files that are sent later."""
+"""Weights & Biases: online, or offline as files to upload later."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from flatpeak.tracking.backend import MetricRow, NoticeRow, RunFacts, Table, che
 from flatpeak.tracking.config import WandbConfig
 
 REACH = 3.0
-"""Seconds to wait for an answer of the server."""
+"""Seconds to wait for the server to answer."""
 OPENING = 30.0
-"""Seconds to wait for a server that takes a run and does not answer: the library has the process wait as long, so that
-more than the end of a run waits would hold up the process alone."""
+"""Seconds to wait for a server that accepts a run but does not answer. The library makes the process wait for the same
+time at its end, so a value above the wait at the end of a run would only delay the process."""
 _LONGEST_NAME = 128
 
 
 class WandbBackend:
-    """A run of Weights & Biases, of which a resumed start is another part."""
+    """A run in Weights & Biases, which a resumed run continues."""
 
     rows_first = False
 
@@ -45,8 +45,8 @@ class WandbBackend:
             dir=str(directory),
             mode=mode,
             resume="allow",
-            reinit="create_new",  # a run of the caller's own stays as it is
-            # Its metadata hold the command line, and its console the output: both may have keys in them.
+            reinit="create_new",  # leaves the caller's own run alone
+            # Its metadata contains the command line and its console log the output; either may contain keys.
             settings=wandb.Settings(
                 console="off",
                 silent=True,
@@ -77,7 +77,7 @@ class WandbBackend:
         )
 
     def log_notice(self, notice: NoticeRow) -> None:
-        """Send an alert where there is a server, and keep the text in the summary of the run."""
+        """Send an alert if a server is used, and store the text in the run's summary."""
         notices = self._run.summary.get("notices") or []
         self._run.summary["notices"] = [*notices, f"step {notice.step}: {notice.text}"]
         if not self._run.offline:
@@ -91,16 +91,16 @@ class WandbBackend:
         self._run.log_artifact(artifact)
 
     def finish(self, status: str) -> None:
-        """End the run, as failed where it has failed."""
+        """End the run, marked as failed if it failed."""
         self._run.summary["status"] = status
         self._run.finish(exit_code=1 if status == "failed" else 0)
         check_writable(self._directory)
 
 
 def _mode(config: WandbConfig) -> tuple[Literal["online", "offline", "disabled"], str | None]:
-    """The mode of the run, and the reason of an offline one. RuntimeError for online without a key.
+    """The mode of the run, and the reason if it is offline. Raises RuntimeError for online mode without a key.
 
-    Without that, the library would ask for the key in the terminal.
+    Otherwise the library would ask for the key in the terminal.
     """
     address = urlsplit(wandb.setup().settings.base_url)
     chosen = os.environ.get("WANDB_MODE", "auto") if config.mode == "auto" else config.mode
@@ -109,7 +109,7 @@ def _mode(config: WandbConfig) -> tuple[Literal["online", "offline", "disabled"]
     if chosen == "offline":
         return "offline", "as WANDB_MODE says" if config.mode == "auto" else "as tracking.wandb.mode says"
     if not _has_key(address.hostname or ""):
-        reason = "there is no key: set WANDB_API_KEY or call wandb login"
+        reason = "no key: set WANDB_API_KEY or call wandb login"
         if chosen == "online":
             raise RuntimeError(reason)
         return "offline", reason

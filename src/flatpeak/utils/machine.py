@@ -1,4 +1,4 @@
-"""Memory and cores that this process may use: those of the machine, or of its container if that has fewer."""
+"""Memory and cores available to this process: those of the machine, or of its container if that has less."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Memory:
 
 
 def host_memory(root: Path = ROOT) -> Memory:
-    """The memory of the machine, or of the control group if that has less."""
+    """The memory of the machine, or the limit of its control group if that is lower."""
     machine = psutil.virtual_memory()
     total, free = machine.total, machine.available
     for group in _groups(root, "memory"):
@@ -42,12 +42,12 @@ def resident_memory() -> int:
 
 
 def affinity() -> int:
-    """The number of cores on which the system may run this process."""
+    """The number of cores on which the system allows this process to run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """The cores of `affinity`, or the control group's quota of their time, rounded up, if that is less."""
+    """The number of cores by `affinity`, or the control group's CPU quota, rounded up, if that is lower."""
     cores = affinity()
     for group in _groups(root, "cpu"):
         quota, _, period = _text(group / "cpu.max").partition(" ")
@@ -59,14 +59,14 @@ def usable_cores(root: Path = ROOT) -> int:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's control group and of the groups above it, of cgroup version 1 or 2."""
+    """The directories of this process's control group and its parents, for cgroup version 1 or 2."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         base = root / "sys/fs/cgroup"
         if controllers:
             base /= controller
         if not controllers or controller in controllers.split(","):
-            # In a container the path is often the host's; the group itself is then at the base.
+            # In a container the path is often the host's path; the group itself is then mounted at the base.
             group = base / path.lstrip("/")
             yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(base))
 
@@ -79,7 +79,7 @@ def _cached(group: Path) -> int:
 
 
 def _number(group: Path, *names: str) -> int | None:
-    """The number in the first of these files that has a number; None for no limit."""
+    """The number in the first of these files that contains a number; None if there is no limit."""
     texts = (_text(group / name) for name in names)
     return next((int(text) for text in texts if text.isdecimal()), None)
 

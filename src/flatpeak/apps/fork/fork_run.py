@@ -16,7 +16,7 @@ from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.launch import check_alone
 from flatpeak.errors import RunError, UserError
 from flatpeak.pipeline.request import CallerObjects
-from flatpeak.pipeline.result import RunResult
+from flatpeak.pipeline.run_result import RunResult
 from flatpeak.pipeline.samplers import SamplerFactory
 from flatpeak.pipeline.train import train
 from flatpeak.protocols import Progress, SamplerLike, Task
