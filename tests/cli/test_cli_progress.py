@@ -76,13 +76,13 @@ def test_a_display_that_is_closed_does_not_end_the_run():
 def test_an_evaluation_is_always_shown_and_its_accuracy_stays_in_sight():
     stream, clock = io.StringIO(), Clock()
     progress = PlainProgress(stream, clock=clock)
-    progress.update("sft", step=1, total=9, metrics={"sft/loss": 2.5})
+    progress.update("sft", step=9, total=9, metrics={"sft/loss": 2.5})
     progress.update("eval", step=0, total=0, metrics={"eval/sums/accuracy": 0.25, "eval/sums/accuracy/easy": 0.9})
     progress.notice("notice [bold]")
     clock.now = 30.0
     progress.update("train", step=50, total=80, metrics={"reward/mean": 1.0})
     assert stream.getvalue().splitlines() == [
-        "sft 1/9 (0 s): loss 2.500",
+        "sft 9/9 (0 s): loss 2.500",
         "eval at step 0: accuracy 0.250",
         "notice [bold]",
         "train 50/80 (30 s, 900 s left): accuracy 0.250, reward 1.000",
@@ -167,3 +167,27 @@ def test_the_live_display_shows_what_chooses_checkpoints_too():
         live.update("train", step=3, total=10, metrics={"reward/mean": 0.5})
         live.update("eval", step=3, total=3, metrics={"eval/letters/preference": 1.5})
     assert "held-out preference 1.500" in terminal.getvalue()
+
+
+def test_a_stage_that_ends_early_stops_its_clock_and_has_a_full_bar():
+    terminal = Terminal()
+    with open_progress(terminal) as live:
+        live.update("sft", step=280, total=2000, metrics={"sft/loss": 0.5})
+        live.update("train", step=3, total=10, metrics=STEP)
+        bars = live._bars
+    sft, train = bars.tasks
+    assert (sft.completed, sft.total, sft.finished) == (280, 280, True)
+    assert sft.stop_time is not None
+    assert (train.completed, train.total, train.stop_time) == (3, 10, None)
+    assert "sft: ended after 280 of 2000 steps, because sft.stop_at was reached" in terminal.getvalue()
+
+
+def test_a_log_says_that_a_stage_ended_early():
+    stream = io.StringIO()
+    progress = PlainProgress(stream, clock=Clock())
+    progress.update("sft", step=280, total=2000, metrics={})
+    progress.update("eval", step=280, total=280, metrics={})
+    progress.update("train", step=1, total=10, metrics={})
+    progress.update("train", step=2, total=10, metrics={})
+    early = [line for line in stream.getvalue().splitlines() if "ended" in line]
+    assert early == ["sft: ended after 280 of 2000 steps, because sft.stop_at was reached"]

@@ -6,7 +6,7 @@ from flatpeak.errors import UserError
 from flatpeak.runs import rollout_log
 from flatpeak.runs.rollout_log import (
     RolloutLog,
-    answers_before_and_after,
+    answers_over_run,
     first_row,
     logged_steps,
     read_rollouts,
@@ -138,15 +138,15 @@ def test_a_file_that_is_cut_short_is_one_line_with_its_name(tmp_path):
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_answers_before_and_after_are_those_of_the_first_and_the_last_evaluation(tmp_path):
+def test_answers_over_a_run_are_those_of_the_same_questions_in_each_evaluation(tmp_path):
     rows = [{"id": str(i), "question": f"{i}+1=", "gold": str(i + 1), "text": "?"} for i in range(5)]
     for name, text in (("start_000000", "?"), ("train_000002", "2"), ("train_000004", "1")):
         write_answers(tmp_path / f"{name}.jsonl", [row | {"text": text} for row in rows])
     stages = ["start_000000", "train_000002", "train_000004"]
-    pairs = answers_before_and_after(tmp_path, stages)
-    assert [(a["question"], a["text"], b["text"]) for a, b in pairs] == [(f"{i}+1=", "?", "1") for i in range(3)]
-    assert answers_before_and_after(tmp_path, []) == []
-    assert answers_before_and_after(tmp_path, ["start_000000"]) == []
-    assert answers_before_and_after(tmp_path, ["start_000000", "train_000006"]) == []
+    texts = [(rows[0]["question"], *(row["text"] for row in rows)) for rows in answers_over_run(tmp_path, stages)]
+    assert texts == [(f"{i}+1=", "?", "2", "1") for i in range(3)]
+    assert answers_over_run(tmp_path, []) == []
+    assert answers_over_run(tmp_path, ["start_000000"]) == []
+    assert answers_over_run(tmp_path, ["start_000000", "train_000006"]) == []
     (tmp_path / "train_000004.jsonl").write_text('{"id": "0", "te', encoding="utf-8")
-    assert answers_before_and_after(tmp_path, stages) == []
+    assert answers_over_run(tmp_path, stages) == []

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from flatpeak.distributed.launch import job_rank, launch, needs_launch
-from flatpeak.pipeline.progress import MetricsLine, PlainProgress, first_line
+from flatpeak.pipeline.progress import MetricsLine, PlainProgress, early_end, first_line
 from flatpeak.runs.signals import signal_name
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="First delete the r
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Print the whole recipe with defaults, and stop.")]
 
+_WIDE = 110
+"""Columns of a terminal from which on the times beside a bar are named."""
 ANSWER_WIDTH = 100
 """The most characters of a question or an answer that a command prints."""
 
@@ -98,6 +100,8 @@ class RunOutput:
     as_json: bool = False
     resumed_by: Sequence[str] | None = None
     """The arguments that resume the run, without options; None: `train` with the run's own config.yaml."""
+    trains_policy: bool = True
+    """Whether the run trains a policy, which the next commands can ask questions."""
 
     @contextmanager
     def progress(self, config: RunConfig) -> Iterator[PlainProgress | LiveProgress]:
@@ -130,7 +134,9 @@ class RunOutput:
         if self.as_json:
             typer.echo(json.dumps({"path": str(result.path), "report": str(result.report), **asdict(summary)}))
         elif summary.signal is None:
-            typer.echo("\n".join([*_answers(result), last_line]))
+            ended = [f"{self.label}: {summary.ended_by}"] if summary.ended_by else []
+            following = [_next_line(result)] if self.trains_policy else []
+            typer.echo("\n".join([*_answers(result), *ended, last_line, *following]))
         if summary.signal is not None:
             by = signal_name(summary.signal)
             if result.stopped_rank is not None:
@@ -143,16 +149,32 @@ class RunOutput:
 
 
 def _answers(result: RunResult) -> list[str]:
-    """The first held-out questions, with the greedy answers before the first step and after the last."""
-    from flatpeak.runs.rollout_log import answers_before_and_after
+    """The first held-out questions, with the greedy answers before the first step, after SFT, and after the last."""
+    from flatpeak.runs.rollout_log import answers_over_run
 
-    stages = [f"{one.stage}_{one.step:06d}" for one in result.summary.evaluations]
-    pairs = answers_before_and_after(result.path / "evaluations", stages)
-    lines = ["held-out questions, with the answers before and after:"] if pairs else []
-    for before, after in pairs:
-        lines.append(f"  {_on_one_line(before['question'])}")
-        lines += [f"    {label} {_on_one_line(row['text'])}" for label, row in (("before", before), ("after ", after))]
+    evaluations, after_sft = result.summary.evaluations, result.summary.evaluation("sft")
+    if len(evaluations) < 2:
+        return []
+    labelled = [("before", evaluations[0]), ("after", evaluations[-1])]
+    if after_sft is not None and after_sft is not evaluations[-1]:
+        labelled.insert(1, ("after SFT", after_sft))
+    names = [f"{evaluation.stage}_{evaluation.step:06d}" for _, evaluation in labelled]
+    questions = answers_over_run(result.path / "evaluations", names)
+    lines = ["held-out questions, with the answers before and after:"] if questions else []
+    width = max(len(label) for label, _ in labelled)
+    for rows in questions:
+        lines.append(f"  {_on_one_line(rows[0]['question'])}")
+        answers = zip(labelled, rows, strict=True)
+        lines += [f"    {label:<{width}} {_on_one_line(row['text'])}" for (label, _), row in answers]
     return lines
+
+
+def _next_line(result: RunResult) -> str:
+    """The commands that go on from a finished run, on one line."""
+    from flatpeak.report.story import next_commands
+
+    commands = [command for command, _ in next_commands(result.path, result.summary)]
+    return f"next: {' · '.join(commands[:2])} · open {shlex.quote(str(result.report))}"
 
 
 def _on_one_line(text: str) -> str:
@@ -208,16 +230,20 @@ def open_progress(stream: TextIO, *, metric: str | None = None) -> Iterator[Plai
     def unwrapped() -> Column:
         return Column(no_wrap=True)
 
+    console = Console(file=stream)
+    named = [name if console.width >= _WIDE else "" for name in ("elapsed", "left")]
     columns = (
         TextColumn("{task.description}", table_column=unwrapped()),
         BarColumn(bar_width=12, table_column=unwrapped()),
         MofNCompleteColumn(table_column=unwrapped()),
+        TextColumn(named[0], table_column=unwrapped()),
         TimeElapsedColumn(table_column=unwrapped()),
+        TextColumn(named[1], table_column=unwrapped()),
         TimeRemainingColumn(table_column=unwrapped()),
         # The only column that shrinks on a narrow terminal: it continues on a second line.
         TextColumn("{task.fields[metrics]}", table_column=Column()),
     )
-    with Progress(*columns, console=Console(file=stream)) as bars:
+    with Progress(*columns, console=console) as bars:
         yield LiveProgress(bars, metric=metric)
 
 
@@ -239,11 +265,21 @@ class LiveProgress:
             if self._stage:
                 self._bars.update(self._tasks[self._stage], metrics=text)
             return
+        if self._stage and stage != self._stage:
+            self._end_stage()
         self._stage, self._metrics = stage, metrics
         text = self._line.update(metrics)
         if stage not in self._tasks:
             self._tasks[stage] = self._bars.add_task(stage, total=total, metrics=text)
         self._bars.update(self._tasks[stage], completed=step, total=total, metrics=text)
+
+    def _end_stage(self) -> None:
+        """Stop the clock of a stage that another follows, and fill its bar if it ended before its last step."""
+        task = self._bars.tasks[self._tasks[self._stage]]
+        for line in early_end(self._stage, step=task.completed, total=task.total or 0):
+            self.say(line)
+        self._bars.update(task.id, total=task.completed)
+        self._bars.stop_task(task.id)
 
     def notice(self, text: str) -> None:
         """Print the notice above the bars."""

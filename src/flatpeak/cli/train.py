@@ -150,7 +150,7 @@ def reward_model(
     check_alone(config.distributed, "reward models")  # before torch is loaded
     check_start(config, resume=resume, overwrite=overwrite)
     resumed_by = ["reward-model", recipe, *(overrides or ())]
-    output = RunOutput(label="reward-model", as_json=as_json, resumed_by=resumed_by)
+    output = RunOutput(label="reward-model", as_json=as_json, resumed_by=resumed_by, trains_policy=False)
     with output.progress(config) as progress:
         result = flatpeak.train_reward_model(
             config, progress=progress, resume=resume, overwrite=overwrite, command=command_line()

@@ -124,10 +124,16 @@ class PlainProgress:
         self._updated: float | None = None
         self._began: dict[str, tuple[int, float]] = {}
         self._said: set[str] = set()
+        self._stage, self._step, self._total = "", 0, 0
 
     def update(self, stage: str, *, step: int, total: int, metrics: Mapping[str, float]) -> None:
         """Print the step where enough time has passed since the last one."""
         text, now = self._line.update(metrics), self._clock()
+        if stage not in ("eval", self._stage):
+            for line in early_end(self._stage, step=self._step, total=self._total):
+                self.say(line)
+        if stage != "eval":
+            self._stage, self._step, self._total = stage, step, total
         # A stage begins with what was displayed before its first step: as a rule an evaluation.
         before = (step, now) if self._updated is None else (step - 1, self._updated)
         first_step, began = self._began.setdefault(stage, before)
@@ -166,6 +172,15 @@ def _discard(stream: TextIO) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
+
+
+def early_end(stage: str, *, step: float, total: float) -> list[str]:
+    """The line about a stage that another one follows, if it ended before its last step; only SFT can."""
+    return (
+        [f"{stage}: ended after {step:.0f} of {total:.0f} steps, because sft.stop_at was reached"]
+        if step < total
+        else []
+    )
 
 
 class MetricsLine:

@@ -111,18 +111,19 @@ def write_answers(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     write_atomic(path, "".join(json.dumps(_without_secrets(row), ensure_ascii=False) + "\n" for row in rows))
 
 
-def answers_before_and_after(directory: Path, stages: Sequence[str], *, count: int = 3) -> list[tuple[Row, Row]]:
-    """The rows of the first questions in the files of a run's first and last evaluations, such as `train_000010`.
+def answers_over_run(directory: Path, evaluations: Sequence[str], *, count: int = 3) -> list[tuple[Row, ...]]:
+    """The rows of each of the first questions in the files of several evaluations of a run, such as `train_000010`.
 
-    Empty if a file is missing or incomplete, if the questions differ, or if there is only one evaluation.
+    Empty if a file is missing or incomplete, if the questions differ, or if there are fewer than two evaluations.
     """
-    if len(stages) < 2:
+    if len(evaluations) < 2:
         return []
     try:
-        before, after = (read_rollouts(directory / f"{stages[at]}.jsonl") for at in (0, -1))
+        answers = [read_rollouts(directory / f"{name}.jsonl")[:count] for name in evaluations]
     except (OSError, UserError):
         return []
-    return [(a, b) for a, b in zip(before[:count], after[:count], strict=False) if a["id"] == b["id"] and "text" in a]
+    questions = list(zip(*answers, strict=False))
+    return [rows for rows in questions if len({row["id"] for row in rows}) == 1 and "text" in rows[0]]
 
 
 def _without_secrets(row: Mapping[str, Any]) -> Row:
