@@ -12,7 +12,7 @@ import yaml
 from flatpeak.errors import UserError
 from flatpeak.report.charts import CHARTS, accuracy_curves, charts, metric_curves
 from flatpeak.report.curves import curve_svg as plain_curve_svg
-from flatpeak.report.page import evaluations_of, groups_over_run, subject, write_report
+from flatpeak.report.page import LiveReport, evaluations_of, groups_over_run, subject, write_report
 from flatpeak.report.run_tables import compared_runs, run_table
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.metrics import MetricsWriter
@@ -463,3 +463,30 @@ def test_a_report_needs_no_torch(run):
     )
     done = subprocess.run([sys.executable, "-c", code, str(run.path)], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_a_run_in_progress_gets_its_page_after_a_minute_and_then_in_a_hundredth_of_the_time(run, monkeypatch):
+    now, written = [0.0], []
+
+    def write(path):
+        written.append(now[0])
+        now[0] += 2.0  # seconds that the page takes
+        if len(written) == 2:
+            raise OSError("no space left")
+
+    monkeypatch.setattr("flatpeak.report.page.write_report", write)
+    live = LiveReport(run.path, clock=lambda: now[0])
+    for second in (0.0, 59.0, 61.0, 100.0, 262.0, 264.0, 466.0):
+        now[0] = max(now[0], second)
+        live.refresh()
+    assert written == [61.0, 264.0, 466.0]
+
+
+def test_the_page_of_a_run_in_progress_reloads_itself_and_has_the_evaluations_so_far(run):
+    write_summary(run.summary, replace(SUMMARY, status="running", evaluations=()))
+    page = write_report(run.path).read_text()
+    assert '<meta http-equiv="refresh"' in page
+    assert "The run is not finished" in page
+    assert "Held-out accuracy went from" in page
+    write_summary(run.summary, SUMMARY)
+    assert '<meta http-equiv="refresh"' not in write_report(run.path).read_text()

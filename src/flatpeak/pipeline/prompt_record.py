@@ -31,7 +31,7 @@ SAFE_TASKS: Final = frozenset(
     {"arithmetic", "countdown", "gsm8k", "math", "mmlu", "mmlu_pro", "choices", "rows", "camel_ai", "dr_sci"}
 )
 """Tasks that read or generate data and run no code of anybody's."""
-SAFE_REWARDS: Final = frozenset({"number", "math", "format", "choice", "length", "countdown"})
+SAFE_REWARDS: Final = frozenset({"number", "math", "exact", "format", "choice", "length", "countdown"})
 """Rewards that are rules of flatpeak's own: no user's code, no server, no further model."""
 
 

@@ -20,6 +20,7 @@ from flatpeak.pipeline.request import RunRequest
 from flatpeak.pipeline.run_data import data_digests
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Progress
+from flatpeak.report.page import LiveReport
 from flatpeak.runs.checkpoints import CheckpointState, newest_valid, read_checkpoint
 from flatpeak.runs.directory import RunDirectory, RunPaths
 from flatpeak.runs.manifest import flatten
@@ -155,6 +156,8 @@ def open_recorder(run: Run, start: RunStart, directory: RunDirectory | None) -> 
     """The recorder of a run; the logs of a resumed one are cut back to its checkpoint before."""
     newest = run.resume_point.newest
     trackers = Trackers(run.config.tracking) if directory is None else _open_logs(run, directory)
+    if directory is not None and run.request.report:
+        run.progress.after_evaluation = LiveReport(run.paths.path).refresh
     earlier = read_prompt_record(newest.path) if newest else None
     kind = NullRecorder if directory is None else Recorder
     recorder = kind(

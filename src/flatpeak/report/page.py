@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -41,6 +42,8 @@ GROUPS: Final = 20
 """The most groups of completions on the page."""
 STEPS_OF_GROUPS: Final = 10
 """The most steps that these groups are from."""
+PAUSE: Final = 60.0
+"""Seconds between two pages of a run in progress, at least."""
 REFRESH: Final = 20
 """Seconds after which the page of a running run reloads itself."""
 
@@ -60,12 +63,32 @@ def write_report(run_dir: Path) -> Path:
     return run.report
 
 
+class LiveReport:
+    """The report of a run in progress, written again after evaluations, in at most a hundredth of the run's time."""
+
+    def __init__(self, run: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run = run
+        self._clock = clock
+        self._due = clock() + PAUSE
+
+    def refresh(self) -> None:
+        """Write the page if it is due; an error is left to the page at the end of the run, which reports it."""
+        began = self._clock()
+        if began < self._due:
+            return
+        with suppress(Exception):
+            write_report(self._run)
+        now = self._clock()
+        self._due = now + max(PAUSE, 100 * (now - began))
+
+
 def page_content(run: RunPaths) -> dict[str, Any]:
     """The variables of the page's template."""
     rows = read_metrics(run.metrics)
     manifest = json.loads(run.manifest.read_text(encoding="utf-8")) if run.manifest.exists() else None
     summary = read_summary(run.summary) if run.summary.exists() else None
-    evaluations = summary.evaluations if summary else evaluations_of(rows)
+    in_progress = summary is None or summary.status == "running"
+    evaluations = evaluations_of(rows) if summary is None or in_progress else summary.evaluations
     config = run.config.read_text(encoding="utf-8") if run.config.exists() else None
     metric, best_step = (summary.metric, summary.best_step) if summary else (None, None)
     limit = ((yaml.safe_load(config) if config else None) or {}).get("rollout", {}).get("max_new_tokens")
@@ -80,7 +103,7 @@ def page_content(run: RunPaths) -> dict[str, Any]:
         "is_reward_model": is_reward_model,
         "headline": headline(summary, columns, rows),
         "sentence": story.sentence(summary, evaluations, rows),
-        "refresh": REFRESH if summary is not None and summary.status == "running" else None,
+        "refresh": REFRESH if in_progress else None,
         "warnings": [
             text
             for text in (no_signal_warning(rows, evaluations, config), *story.warnings(rows, evaluations, limit=limit))

@@ -99,10 +99,14 @@ class RecordedProgress:
     def __init__(self, progress: Progress, log: NoticeLog) -> None:
         self._progress = progress
         self._log = log
+        self.after_evaluation: Callable[[], None] = lambda: None
+        """Called after every evaluation that is passed on."""
 
     def update(self, stage: str, *, step: int, total: int, metrics: Mapping[str, float]) -> None:
         """Pass an update on, as protocols.Progress defines it."""
         self._progress.update(stage, step=step, total=total, metrics=metrics)
+        if stage == "eval":
+            self.after_evaluation()
 
     def notice(self, text: str) -> None:
         """Log a notice and pass it on, as protocols.Progress defines it, without its secrets."""
