@@ -11,6 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -208,12 +209,16 @@ def test_python_shown_has_a_config_that_parses_or_runs_as_it_is(block: str, monk
         parse_config(read_recipe(ast.literal_eval(config)))
     else:
         names: dict[str, Any] = {}
-        calls = []
-        monkeypatch.setattr(flatpeak, "train", lambda **given: calls.append(given))
+        train, load_run = Mock(), Mock(return_value=Mock(spec=flatpeak.RunResult))
+        monkeypatch.setattr(flatpeak, "train", train)
+        monkeypatch.setattr(flatpeak, "load_run", load_run)
         exec(block, names)
-        if calls:  # a call without a recipe, whose model is on the Hub
-            example = task_of(calls[0]["dataset"]).train[0]
-            assert calls[0]["reward"](f"It is {example.gold}.", example.gold) == 1
+        if load_run.called:  # its names are those of a result
+            return
+        if train.called:  # a call without a recipe, whose model is on the Hub
+            call = train.call_args.kwargs
+            example = task_of(call["dataset"]).train[0]
+            assert call["reward"](f"It is {example.gold}.", example.gold) == 1
             return
         if "spo" in names:  # the functions of docs/algorithms.md
             objective = ObjectiveConfig(loss="python:spo", arguments={"epsilon": 0.1})
