@@ -30,7 +30,7 @@ class Example:
     other_golds: tuple[str, ...] = ()
     """Further reference answers: a completion is right if it gives any of them."""
     messages: tuple[Message, ...] = ()
-    """The chat messages that `question` has as text, for a chat template; empty if it is a single user message."""
+    """The chat messages to ask, a system message among them; empty if they are `question` alone, by the user."""
     rationale: str | None = None
     """The full text of a perfect completion: the target of SFT. None if the data set has none."""
     columns: Mapping[str, Any] = field(default_factory=dict)

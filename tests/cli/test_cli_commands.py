@@ -95,7 +95,7 @@ def test_the_demo_ends_with_accuracy_after_sft_and_after_rl(monkeypatch):
     library, done = run(monkeypatch, "demo", "training.steps=7")
     assert done.exit_code == 0
     last, following = done.stdout.splitlines()[-2:]
-    assert following == "next: flatpeak explain runs/demo · flatpeak chat runs/demo · open runs/demo/report.html"
+    assert following == "next: flatpeak chat runs/demo · flatpeak eval runs/demo · open runs/demo/report.html"
     assert last == "demo: held-out accuracy 0.41 -> 0.97 in 118 s, report: runs/demo/report.html"
     [(name, config, options)] = library.calls
     assert name == "train"
@@ -125,7 +125,7 @@ def test_train_hands_on_what_it_was_given(monkeypatch, recipe):
         FIRST_LINE,
         "hello",
         "train: held-out accuracy 0.00 -> 0.97 in 118 s, report: runs/mine/report.html",
-        "next: flatpeak explain runs/mine · flatpeak chat runs/mine · open runs/mine/report.html",
+        "next: flatpeak chat runs/mine · flatpeak eval runs/mine · open runs/mine/report.html",
     ]
     [(name, config, options)] = library.calls
     assert (name, config.optimizer.learning_rate, options["resume"], options["overwrite"]) == (
@@ -213,7 +213,7 @@ def test_a_run_that_is_done_shows_questions_with_the_answers_before_and_after(tm
     )
     RunOutput(label="train").finish(result, "train: done")
     heading, question, before, after, last, following = capsys.readouterr().out.splitlines()
-    assert following.startswith("next: flatpeak explain ")
+    assert following.startswith("next: flatpeak chat ")
     assert heading == "held-out questions, with the answers before and after:"
     assert (question.strip(), after.split(), last) == ("3+4=", ["after", r"7\x1b[2J"], "train: done")
     assert before.startswith("    before no idea word")

@@ -73,12 +73,29 @@ def test_questions_are_worded_by_the_chat_template_if_there_is_one(
         ({"model": "x"}, r"train\(\) needs a recipe"),
         ({"dataset": ROWS, "task": object()}, "both are the data to train on"),
         ({"dataset": []}, "dataset has no rows"),
+        (
+            {"dataset": ["a?", "b?"]},
+            "no column with gold answers, which the reward asks for: name it answer or ",
+        ),
+        ({"dataset": ["a?", "b?"], "reward": reward}, "dataset has no column with gold answers"),
+        ({"dataset": ["a?", "b?"], "reward": {"x": reward}}, "dataset has no column with gold answers"),
         ({"model": "no/such/model", "dataset": ROWS}, "model.path=no/such/model does not load"),
     ],
 )
 def test_a_call_that_lacks_something_says_what(call: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         read_own_data(None, **{**CALL, **call})
+
+
+@pytest.mark.parametrize(
+    ("rewards", "accuracy", "metric"),
+    [(("correctness", "style"), "auto", "accuracy"), (("style",), "style", "accuracy"), (("a", "b"), None, "reward")],
+)
+def test_rewards_by_name_say_what_is_right(rewards: tuple[str, ...], accuracy: str | None, metric: str) -> None:
+    given = dict.fromkeys(rewards, lambda completion: 1.0)
+    data = read_own_data(None, **{**CALL, "dataset": ["a?", "b?"], "reward": given})
+    evaluation = resolve_config(data.recipe, data.settings).evaluation
+    assert (evaluation.accuracy, evaluation.metric) == (accuracy, metric)
 
 
 def test_a_result_has_its_figures_as_tables_and_plots(run: flatpeak.RunResult) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,14 @@ def test_what_happened_is_told_in_a_sentence() -> None:
 def test_a_run_that_has_only_begun_has_the_sentence_that_it_can() -> None:
     assert sentence(None, (), []) is None
     assert sentence(None, EVALUATIONS[:1], []) == "Held-out accuracy is 0.000 before any training."
+    once = "Held-out accuracy was 0.000 before training; it was not measured again."
+    assert sentence(None, EVALUATIONS[:1], steps(2)) == once
+
+
+def test_a_run_without_a_value_has_no_sentence() -> None:
+    missing = replace(EVALUATIONS[1], metrics={"accuracy": None})
+    assert sentence(summary(), (missing,), steps(2)) is None
+    assert sentence(summary(), (EVALUATIONS[0], missing), steps(2)) is None
 
 
 @pytest.mark.parametrize(
@@ -141,5 +150,9 @@ def test_next_commands_fit_the_state_of_the_run() -> None:
     assert next_commands(run, summary(status="stopped")) == [
         ("flatpeak train 'runs/my run'/config.yaml --resume", "continue from the last checkpoint")
     ]
+    from_python = next_commands(run, summary(status="stopped"), from_command=False)
+    assert from_python == [("flatpeak.train(..., resume=True)", "continue from the last checkpoint")]
+    commands = [command for command, _ in next_commands(run, summary(), from_command=False, rollouts=False)]
+    assert [command.split()[1] for command in commands] == ["chat", "export"]
     assert next_commands(run, summary(status="running")) == []
     assert next_commands(run, None) == []

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from flatpeak.rewards.exact import ExactReward
+from flatpeak.rewards.functions import row_columns
 from flatpeak.rewards.math_reward import MathReward
 from flatpeak.rewards.numeric_answer import NumberReward
 from flatpeak.types import Completion, Example, Group, Prompt
@@ -56,3 +59,17 @@ def test_any_of_several_golds_is_right(text: str, score: float) -> None:
     finally:
         reward.close()
     assert scores.scores == [[score, 0.0]]
+
+
+@pytest.mark.parametrize("golds", [("7", "6/3"), ("6/3", "7")])
+def test_an_answer_is_as_worked_out_as_the_gold_that_it_equals(golds: tuple[str, ...]) -> None:
+    reward = NumberReward(extraction="boxed", evaluated=True)
+    assert reward(completion(r"\boxed{6/3}"), prompt(*golds)) == 1.0
+    assert reward(completion(r"\boxed{14/2}"), prompt(*golds)) == 0.0
+
+
+def test_a_function_gets_all_golds_and_its_rows_own_rationale() -> None:
+    asked = prompt("3", "5")
+    example = replace(asked.example, columns={"rationale": "because"})
+    columns = row_columns(replace(asked, example=example))
+    assert (columns["gold"], columns["golds"], columns["rationale"]) == ("3", ["3", "5"], "because")

@@ -28,7 +28,7 @@ def test_trl_functions_are_called_once_with_lists_over_all_completions(group):
             [[0], [0], [0]],
             ["1", "1", "2"],
             [7, 7, 8],
-            ["question", "rationale"],
+            ["golds", "question", "rationale"],
         )
     ]
 
@@ -69,7 +69,7 @@ def test_completion_functions_see_one_text_and_columns_by_name(group):
 
 def test_keyword_functions_get_every_column(group):
     def reward(completion, **columns):
-        return float(sorted(columns) == ["gold", "level", "prompt", "question", "rationale"])
+        return float(sorted(columns) == ["gold", "golds", "level", "prompt", "question", "rationale"])
 
     assert scores_of(reward, [group("a", level=3)]) == [[1.0]]
 

@@ -65,10 +65,11 @@ def test_a_data_set_with_parts_keeps_them(held_out: str) -> None:
     ("row", "question", "golds"),
     [
         ({"problem": "p", "solution": "s"}, "p", ("s",)),
-        ({"instruction": "p", "input": "not this", "label": 3.0}, "p", ("3",)),
+        ({"instruction": "p", "input": "", "label": 3.0}, "p", ("3",)),
+        ({"Question": "p", "Correct_Answer": "c"}, "p", ("c",)),
         ({"question": "p", "answers": ["Rome", "Roma", "Rome"]}, "p", ("Rome", "Roma")),
         ({"prompt": [CHAT[1]], "reward_model": {"ground_truth": "4"}}, "2+2?", ("4",)),
-        ({"messages": [*CHAT, {"role": "assistant", "content": "4"}]}, "system: Be brief.\n\nuser: 2+2?", ("",)),
+        ({"messages": [*CHAT, {"role": "assistant", "content": "4"}]}, "2+2?", ("",)),
         ({"prompt": "p", "other": 1}, "p", ("",)),
     ],
 )
@@ -77,6 +78,35 @@ def test_question_and_gold_are_found_by_their_usual_names(row: Any, question: st
     (example,) = task.train
     assert (example.question, example.golds) == (question, golds)
     assert example.columns == row
+
+
+def test_an_instruction_is_asked_with_its_input() -> None:
+    rows = [{"instruction": "Translate.", "input": "chat", "output": "cat"}, {"instruction": "Smile.", "input": ""}]
+    (first, second) = task_of({"train": rows, "test": ["x"]}).train
+    assert (first.question, second.question.strip()) == ("Translate.\n\nchat", "Smile.")
+
+
+def test_values_of_numpy_and_columns_that_begin_empty_are_read() -> None:
+    numpy = pytest.importorskip("numpy")
+    pandas = pytest.importorskip("pandas")
+    rows = [
+        {"prompt": f"{n}?", "answer": value}
+        for n, value in enumerate([numpy.float64(1.5), numpy.int64(2), numpy.array([3, 4])])
+    ]
+    task = task_of({"train": rows, "test": ["x"]})
+    assert [example.golds for example in task.train] == [("1.5",), ("2",), ("3", "4")]
+    frame = pandas.DataFrame({"name": ["a?", "b?"], "train": [1, 2], "test": [3, 4]})
+    assert len(task_of(frame.rename(columns={"name": "prompt"})).train) == 1
+    assert len(task_of(frame["name"]).train) == 1
+    with pytest.raises(UserError, match=r"dataset\[0\]: the answer .* is empty"):
+        task_of([{"prompt": "a?", "answer": None}, {"prompt": "b?", "answer": 2}])
+
+
+def test_a_notice_says_which_columns_are_used_and_which_questions_repeat() -> None:
+    assert task_of(ROWS).notices == ("dataset: questions from 'prompt', gold answers from 'answer'",)
+    first, *others = task_of({"train": ROWS, "test": ROWS[:3]}).notices
+    assert first.startswith("dataset['train']: questions from 'prompt'")
+    assert any("3 of 20 training rows" in notice for notice in others)
 
 
 def test_a_conversation_keeps_its_turns_and_its_reply_is_the_rationale() -> None:

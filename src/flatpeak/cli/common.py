@@ -172,8 +172,10 @@ def _answers(result: RunResult) -> list[str]:
 def _next_line(result: RunResult) -> str:
     """The commands that go on from a finished run, on one line."""
     from flatpeak.report.story import next_commands
+    from flatpeak.runs.rollout_log import logged_steps
 
-    commands = [command for command, _ in next_commands(result.path, result.summary)]
+    rollouts = bool(logged_steps(result.path / "rollouts"))
+    commands = [command for command, _ in next_commands(result.path, result.summary, rollouts=rollouts)]
     return f"next: {' · '.join(commands[:2])} · open {shlex.quote(str(result.report))}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from flatpeak.config.load import Settings, apply_settings, read_recipe
 from flatpeak.errors import UserError
 from flatpeak.pipeline.request import RecipeSource, with_settings
 from flatpeak.protocols import Task
-from flatpeak.tasks.dataset import task_of
+from flatpeak.tasks.dataset import GOLDS, task_of
 from flatpeak.utils.huggingface import load_errors, load_tokenizer, local_or_hub
 
 RECIPE: Final = "flatpeak:own_data"
@@ -32,6 +33,7 @@ class OwnData:
 def read_own_data(
     recipe: RecipeSource | None,
     *,
+    reward: Any = None,
     model: Any,
     tokenizer: Any,
     dataset: Any,
@@ -52,9 +54,45 @@ def read_own_data(
     if isinstance(model, str | Path):
         settings = with_settings(settings, {"model.path": str(model)})
         model = None
+    if dataset is not None:
+        task = task_of(dataset)
+        _check_golds(task, reward, built_in=recipe is None)
     if recipe is None:
-        recipe = {"extends": RECIPE, "prompt": {"template": _template(settings, tokenizer)}}
-    return OwnData(recipe=recipe, model=model, task=task if dataset is None else task_of(dataset), settings=settings)
+        recipe = {
+            "extends": RECIPE,
+            "prompt": {"template": _template(settings, tokenizer)},
+            "evaluation": _evaluation(reward),
+        }
+    return OwnData(recipe=recipe, model=model, task=task, settings=settings)
+
+
+def _check_golds(task: Task, reward: Any, *, built_in: bool) -> None:
+    """UserError if no row has a gold answer, and the reward asks for it: an empty one is part of every text.
+
+    `built_in` says that the recipe's own reward grades where the caller gives none.
+    """
+    if any(example.gold for example in task.train):
+        return
+    functions = list(reward.values()) if isinstance(reward, Mapping) else [reward]
+    if (reward is None and built_in) or any(map(_asks_for_gold, functions)):
+        raise UserError(
+            f"dataset has no column with gold answers, which the reward asks for: name it {' or '.join(GOLDS[:4])}"
+        )
+
+
+def _asks_for_gold(function: Any) -> bool:
+    try:
+        parameter = inspect.signature(function).parameters.get("gold")
+    except (TypeError, ValueError):  # not a function, or one that does not show its parameters
+        return False
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def _evaluation(reward: Any) -> dict[str, Any]:
+    """The evaluation's settings for rewards by name: one says what is right; of several, their sum is measured."""
+    if not isinstance(reward, Mapping) or "correctness" in reward:
+        return {}
+    return {"accuracy": next(iter(reward))} if len(reward) == 1 else {"accuracy": None, "metric": "reward"}
 
 
 def _template(settings: Settings | None, tokenizer: Any) -> str:

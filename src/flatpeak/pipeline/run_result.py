@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,8 +40,8 @@ class RunResult:
         evaluations = self.summary.evaluations
         metric = headline_metric(evaluations[-1], metric=self.summary.metric) if evaluations else None
         values = [evaluation.metrics.get(metric) for evaluation in evaluations] if metric is not None else []
-        known = [value for value in values if value is not None]
-        change = f", {metric} {known[0]:.3f} -> {known[-1]:.3f}" if known else ""
+        known = [f"{value:.3f}" for value in values if value is not None and math.isfinite(value)]
+        change = f", {metric} {' -> '.join(dict.fromkeys((known[0], known[-1])))}" if known else ""
         return f"RunResult({self.path.as_posix()}: {self.summary.status} after step {self.summary.last_step}{change})"
 
     @property
@@ -79,10 +80,21 @@ class RunResult:
                 raise UserError(f"{self.path} has no metric {name!r}{did_you_mean(name, rows.columns)}")
         figure = Figure(figsize=(_PANEL_INCHES[0] * len(names), _PANEL_INCHES[1]), layout="constrained")
         for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-            known = rows[rows[name].notna()]
+            known = _on_one_axis(rows, name)
             axes.plot(known["step"], known[name], marker="o" if len(known) < 30 else None)
             axes.set(title=name, xlabel="step")
         return figure
+
+
+def _on_one_axis(rows: pandas.DataFrame, name: str) -> pandas.DataFrame:
+    """The rows with a metric; evaluations before RL, whose steps are those of SFT, become the one at step 0."""
+    began = rows.index[rows["stage"] == "train"]
+    known = rows[rows[name].notna()]
+    if name.startswith("eval/") and len(began):
+        before = known.index < began[0]
+        known = known[~before | (known.index == known.index[before].max())].copy() if before.any() else known
+        known.loc[known.index < began[0], "step"] = 0
+    return known
 
 
 def _usual(columns: pandas.Index, summary: RunSummary) -> list[str]:

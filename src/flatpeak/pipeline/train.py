@@ -53,14 +53,15 @@ def train(
     change it: a mapping such as `{"training.steps": 50}`, or `key.path=value` strings. Without `config`, GRPO trains
     `model`, a name or an object, on `dataset`: a list of dicts, a Dataset, a DataFrame, a file, or a mapping of
     `train` and `test` to such rows (docs/own_data.md). Any of model (with its tokenizer), task, reward and sampler may
-    be the caller's own object; a sampler that uses the model that is trained is given as a factory, which is called
-    with the policy. So may loss, a function (logprobs_T, ratio_T, advantages_T,
-    config) -> loss_T or a functional.PolicyLoss, and advantage, (rewards_PG, valid_PG) -> advantages_PG. `progress`
-    shows the run: None is an occasional line on stderr, False is silence, else an object like `protocols.Progress`.
-    Raises UserError for bad input, before a run directory is made; a run name that exists needs `resume` or
-    `overwrite`.
+    be the caller's own object; a sampler that uses the trained model is given as a factory, called with the policy. So
+    may loss, a function (logprobs_T, ratio_T, advantages_T, config) -> loss_T or a functional.PolicyLoss, and
+    advantage, (rewards_PG, valid_PG) -> advantages_PG. `progress` shows the run: None is an occasional line on stderr,
+    False is silence, else an object like `protocols.Progress`. Raises UserError for bad input, before a run directory
+    is made; a run name that exists needs `resume` or `overwrite`.
     """
-    data = read_own_data(config, model=model, tokenizer=tokenizer, dataset=dataset, task=task, settings=settings)
+    data = read_own_data(
+        config, reward=reward, model=model, tokenizer=tokenizer, dataset=dataset, task=task, settings=settings
+    )
     objects = CallerObjects(
         model=data.model,
         tokenizer=tokenizer,
@@ -99,7 +100,9 @@ def sft(
     command: Sequence[str] | None = None,
 ) -> RunResult:
     """Run only the SFT stage of a recipe, with the arguments of `train`; UserError where it has no SFT steps."""
-    data = read_own_data(config, model=model, tokenizer=tokenizer, dataset=dataset, task=task, settings=settings)
+    data = read_own_data(
+        config, reward=reward, model=model, tokenizer=tokenizer, dataset=dataset, task=task, settings=settings
+    )
     objects = CallerObjects(
         model=data.model,
         tokenizer=tokenizer,

@@ -109,7 +109,7 @@ def page_content(run: RunPaths) -> dict[str, Any]:
             for text in (no_signal_warning(rows, evaluations, config), *story.warnings(rows, evaluations, limit=limit))
             if text
         ],
-        "next_commands": story.next_commands(run.path, summary),
+        "next_commands": next_commands(run, summary, manifest) if not is_reward_model else [],
         "notices": [(_position(row), row["text"]) for row in read_notices(run.notices)],
         "charts": charts(rows, evaluations, weights=reward_weights(config), metric=metric),
         "unit": "pairs" if is_reward_model else "questions",
@@ -127,6 +127,14 @@ def page_content(run: RunPaths) -> dict[str, Any]:
         "config": config,
         "cell": cell,
     }
+
+
+def next_commands(
+    run: RunPaths, summary: RunSummary | None, manifest: Mapping[str, Any] | None
+) -> list[tuple[str, str]]:
+    """The next commands that work for this run."""
+    from_command = manifest is None or Path(manifest["command"][0]).name == "flatpeak"
+    return story.next_commands(run.path, summary, from_command=from_command, rollouts=bool(logged_steps(run.rollouts)))
 
 
 def recipe_changes(config: str | None) -> str | None:

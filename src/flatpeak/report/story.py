@@ -39,12 +39,17 @@ def sentence(summary: RunSummary | None, evaluations: Sequence[StageEvaluation],
     metric = headline_metric(evaluations[-1], metric=summary.metric if summary else None) if evaluations else None
     if metric is None:
         return None
-    values = [evaluation.metrics[metric] for evaluation in evaluations if evaluation.metrics.get(metric) is not None]
+    values = [evaluation.metrics.get(metric) for evaluation in evaluations]
+    first, last = next((value for value in values if value is not None), None), values[-1]
+    if first is None or last is None:
+        return None
     stages = _stages(rows)
     if not stages:
-        return f"Held-out {metric} is {values[-1]:.3f} before any training."
+        return f"Held-out {metric} is {first:.3f} before any training."
+    if len(values) == 1:
+        return f"Held-out {metric} was {first:.3f} before training; it was not measured again."
     time = "" if summary is None else f", in {_duration(summary.wall_seconds)}"
-    change = f"Held-out {metric} went from {values[0]:.3f} to {values[-1]:.3f} over {' and '.join(stages)}{time}."
+    change = f"Held-out {metric} went from {first:.3f} to {last:.3f} over {' and '.join(stages)}{time}."
     ended = "" if summary is None or summary.ended_by is None else f" It ended early: {summary.ended_by}."
     best = ""
     if summary is not None and summary.best_step is not None and summary.best_step < summary.last_step:
@@ -95,7 +100,7 @@ class _Ends:
 
 def _step_warnings(ends: _Ends, limit: int | None) -> Iterator[str]:
     reward = ends.of("reward/mean")
-    gained = reward is not None and reward[1] - reward[0] > _SAME
+    gained = reward is not None and reward[1] - reward[0] > _SAME * max(map(abs, reward)) / 4
     cut_off = ends.of("rollout/truncated_fraction")
     if cut_off is not None and cut_off[1] > _CUT_OFF:
         tokens = "" if limit is None else f"={limit}"
@@ -183,16 +188,25 @@ def recipe_changes(config: RunConfig) -> dict[str, Any]:
     return {section: content for section, content in changed.items() if content != {}}
 
 
-def next_commands(run: Path, summary: RunSummary | None) -> list[tuple[str, str]]:
-    """Commands for a run that has ended, each with what it does; none while it may be running."""
+def next_commands(
+    run: Path, summary: RunSummary | None, *, from_command: bool = True, rollouts: bool = True
+) -> list[tuple[str, str]]:
+    """Commands for a run that has ended, each with what it does; none while it may be running.
+
+    `from_command` says whether its recipe has all of the run, and no object of a Python caller; `rollouts` whether
+    completions are logged.
+    """
     name = shlex.quote(run.as_posix())
     if summary is None or summary.status == "running":
         return []
     if summary.status != "done":
-        return [(f"flatpeak train {name}/config.yaml --resume", "continue from the last checkpoint")]
-    return [
-        (f"flatpeak explain {name}", "one group of completions, from rewards to the loss"),
-        (f"flatpeak chat {name}", "ask the trained model"),
-        (f"flatpeak eval {name}", "evaluate the best checkpoint, on other questions if you like"),
-        (f"flatpeak export {name} DIRECTORY", "write the model for transformers and vLLM"),
-    ]
+        again = f"flatpeak train {name}/config.yaml --resume" if from_command else "flatpeak.train(..., resume=True)"
+        return [(again, "continue from the last checkpoint")]
+    commands = {
+        f"flatpeak explain {name}": "one group of completions, from rewards to the loss",
+        f"flatpeak chat {name}": "ask the trained model",
+        f"flatpeak eval {name}": "evaluate the best checkpoint, on other questions if you like",
+        f"flatpeak export {name} DIRECTORY": "write the model for transformers and vLLM",
+    }
+    left_out = {f"flatpeak explain {name}": not rollouts, f"flatpeak eval {name}": not from_command}
+    return [(command, meaning) for command, meaning in commands.items() if not left_out.get(command)]

@@ -143,11 +143,13 @@ def _scope(names: Iterable[str], name: str) -> Scope:
 def row_columns(prompt: Prompt) -> dict[str, Any]:
     """The values that a function can take by name: the row's columns and the example's fields, which win."""
     example = prompt.example
+    rationale = example.columns.get("rationale") if example.rationale is None else example.rationale
     return {
+        "golds": list(example.golds),
         **example.columns,
         "question": example.question,
         "gold": example.gold,
-        "rationale": example.rationale,
+        "rationale": rationale,
     }
 
 

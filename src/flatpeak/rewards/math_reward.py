@@ -62,7 +62,7 @@ def _rewards(answer: str | None, gold: str, grader: MathGrader | None, question:
 
 def _best(outcomes: Sequence[Outcome]) -> Outcome:
     """The outcome of an answer over several golds: right by one of them, else not decided by one, else wrong."""
-    return max(outcomes, key=lambda outcome: (score_of(outcome) == 1, isinstance(outcome, WorkerError)))
+    return max(outcomes, key=lambda outcome: (score_of(outcome) == 1, score_of(outcome) is None, outcome is not False))
 
 
 class MathReward(Scorer):

@@ -87,21 +87,23 @@ class NumberReward(Rule):
 
     def __call__(self, completion: Completion, prompt: Prompt) -> Score:
         """1.0 or 0.0; UserError with the row's name if a gold answer is not a number."""
-        golds = [_gold_number(gold, prompt) for gold in prompt.example.golds]
+        golds = {gold: _gold_number(gold, prompt) for gold in prompt.example.golds}
         text = judged_text(completion, prompt)
-        return float(extract_answer(text, self.extraction) in golds and not self._leaves_work(text, prompt))
+        number = extract_answer(text, self.extraction)
+        right = (gold for gold, value in golds.items() if number == value)
+        return float(any(not self._leaves_work(text, prompt, gold) for gold in right))
 
     def answer(self, completion: Completion, prompt: Prompt) -> str | None:
         """The extracted number in lowest terms (`3/4`, `-5`), or None, for majority votes."""
         text = judged_text(completion, prompt)
         number = extract_answer(text, self.extraction)
-        if number is not None and self._leaves_work(text, prompt):
+        if number is not None and all(self._leaves_work(text, prompt, gold) for gold in prompt.example.golds):
             return f"{number} to be worked out"
         return None if number is None else str(number)
 
-    def _leaves_work(self, text: str, prompt: Prompt) -> bool:
-        example = prompt.example
-        return self.evaluated and leaves_work(text, self.extraction, gold=example.gold, question=example.question)
+    def _leaves_work(self, text: str, prompt: Prompt, gold: str) -> bool:
+        question = prompt.example.question
+        return self.evaluated and leaves_work(text, self.extraction, gold=gold, question=question)
 
 
 def _gold_number(gold: str, prompt: Prompt) -> Fraction:

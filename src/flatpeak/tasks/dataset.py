@@ -7,18 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
-from flatpeak.errors import UserError
+from flatpeak.errors import UserError, check_characters
 from flatpeak.protocols import Task
 from flatpeak.tasks.data_files import ExampleTask, Row, SourceConfig, read_file
-from flatpeak.tasks.decontamination import question_key
+from flatpeak.tasks.decontamination import question_key, repetition_notices
 from flatpeak.tasks.rows import examples_of
 from flatpeak.types import Example
 
 QUESTIONS: Final = ("prompt", "question", "problem", "messages", "instruction", "query", "input")
 """Names of the column with the question, the most specific first; a text, or chat messages."""
 GOLDS: Final = (
-    *("answer", "gold", "ground_truth", "solution", "answers", "final_answer", "reference_answer"),
-    *("expected_answer", "target", "label", "reward_model.ground_truth"),
+    *("answer", "gold", "ground_truth", "solution", "answers", "final_answer", "reference_answer", "correct_answer"),
+    *("gold_answer", "expected_answer", "expected", "reference", "target", "label", "reward_model.ground_truth"),
 )
 """Names of the column with the gold answer."""
 HELD_OUT: Final = ("test", "validation", "eval", "dev")
@@ -33,7 +33,7 @@ def task_of(dataset: Any, *, seed: int = 0) -> Task:
     A mapping has the parts `train` and, if it wants, `test` or `validation`. Otherwise a tenth of the questions is held
     out by a seeded hash, at least one. UserError for rows without a question; a Task is returned as it is.
     """
-    if all(hasattr(dataset, name) for name in ("name", "train", "test")):
+    if not hasattr(dataset, "columns") and all(hasattr(dataset, name) for name in ("name", "train", "test")):
         return cast("Task", dataset)
     # A type checker sees the protocol's members as writable, and those of a frozen dataclass as read-only.
     return cast("Task", _task_of_rows(dataset, seed=seed))
@@ -41,51 +41,64 @@ def task_of(dataset: Any, *, seed: int = 0) -> Task:
 
 def _task_of_rows(dataset: Any, *, seed: int) -> ExampleTask:
     if not isinstance(dataset, Mapping):
-        return _split(_examples(dataset, where="dataset"), seed=seed)
+        examples, notice = _examples(dataset, where="dataset")
+        return _split(examples, notice, seed=seed)
     if "train" not in dataset:
         raise UserError(
             f"dataset has the parts {', '.join(map(repr, dataset))}: name the one to train on 'train', as in "
             "{'train': rows, 'test': rows}"
         )
-    train = _examples(dataset["train"], where="dataset['train']", prefix="train/")
+    train, notice = _examples(dataset["train"], where="dataset['train']", prefix="train/")
     test_part = next((name for name in HELD_OUT if name in dataset), None)
     if test_part is None:
-        return _split(train, seed=seed)
-    test = _examples(dataset[test_part], where=f"dataset[{test_part!r}]", prefix=f"{test_part}/")
-    return ExampleTask(name="dataset", train=train, test=test)
+        return _split(train, notice, seed=seed)
+    test, _ = _examples(dataset[test_part], where=f"dataset[{test_part!r}]", prefix=f"{test_part}/")
+    repeated = repetition_notices(train, test, remedy="leave them out of dataset['train']")
+    return ExampleTask(name="dataset", train=train, test=test, notices=(notice, *repeated))
 
 
-def _examples(rows: Any, *, where: str, prefix: str = "") -> list[Example]:
+def _examples(rows: Any, *, where: str, prefix: str = "") -> tuple[list[Example], str]:
+    """The examples, and a notice of the columns that they are made from."""
     listed = list(_rows(rows, where=where))
     if not listed:
         raise UserError(f"{where} has no rows: give at least two")
-    columns = listed[0].values
-    question = _column(columns, QUESTIONS)
+    question, gold = _column(listed, QUESTIONS), _column(listed, GOLDS)
     if question is None:
         raise UserError(
-            f"{where}: no column of {', '.join(map(repr, columns))} is a question; name it 'prompt' (a text or chat "
-            "messages), or give a recipe with task.type=rows, which maps columns"
+            f"{where}: no column of {', '.join(map(repr, listed[0].values))} is a question; name it 'prompt' (a text "
+            "or chat messages), or give a recipe with task.type=rows, which maps columns"
         )
-    source = SourceConfig(question=question, answer=_column(columns, GOLDS))
-    return examples_of(listed, source, option=where, prefix=prefix)
+    source = SourceConfig(question=question, answer=gold)
+    if question.casefold() == "instruction" and any(row.values.get("input") for row in listed):
+        source = SourceConfig(question=f"{{{question}}}\n\n{{input}}", answer=gold)
+    examples = examples_of(listed, source, option=where, prefix=prefix)
+    for example in examples:
+        check_characters("".join((example.question, *example.golds)), where=f"{where}, row {example.id}")
+    golds = "without gold answers" if gold is None else f"gold answers from {gold!r}"
+    return examples, f"{where}: questions from {question!r}, {golds}"
 
 
-def _column(columns: Mapping[str, Any], names: Iterable[str]) -> str | None:
-    """The first of the names that is a column, or a path into one."""
+def _column(rows: Sequence[Row], names: Iterable[str]) -> str | None:
+    """The first of the names that is a column with a value in some row, in any case, or a path into one."""
     for name in names:
-        value: Any = columns
-        for step in name.split("."):
-            value = value.get(step) if isinstance(value, Mapping) else None
-        if value is not None:
-            return name
+        first, *path = name.split(".")
+        for column in dict.fromkeys(column for row in rows for column in row.values if column.casefold() == first):
+            if any(_value(row.values.get(column), path) is not None for row in rows):
+                return ".".join((column, *path))
     return None
+
+
+def _value(value: Any, path: Sequence[str]) -> Any:
+    for step in path:
+        value = value.get(step) if isinstance(value, Mapping) else None
+    return value
 
 
 def _rows(rows: Any, *, where: str) -> Iterator[Row]:
     if isinstance(rows, str | Path):
         yield from read_file(str(rows), option=where)
         return
-    if hasattr(rows, "to_dict") and hasattr(rows, "iloc"):  # a DataFrame of pandas, which need not be installed
+    if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a DataFrame of pandas, which need not be installed
         rows = rows.to_dict("records")
     if not isinstance(rows, Iterable):
         raise UserError(f"{where} is a {type(rows).__name__}; give a list of dicts, a Dataset, a DataFrame or a file")
@@ -93,10 +106,21 @@ def _rows(rows: Any, *, where: str) -> Iterator[Row]:
         values = {"prompt": row} if isinstance(row, str) else row
         if not isinstance(values, Mapping):
             raise UserError(f"{where}[{index}] is a {type(row).__name__}; a row is a dict with a prompt, or a text")
-        yield Row(where=f"{where}[{index}]", values=dict(values))
+        yield Row(where=f"{where}[{index}]", values={name: _plain(value) for name, value in values.items()})
 
 
-def _split(examples: Sequence[Example], *, seed: int) -> ExampleTask:
+def _plain(value: Any) -> Any:
+    """A value without NumPy's and torch's types, as a file would give it."""
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _split(examples: Sequence[Example], notice: str, *, seed: int) -> ExampleTask:
     """Hold out the questions whose hashes are the smallest, at least one of them, with all their rows."""
     keys = [question_key(example.question) for example in examples]
     ordered = sorted(set(keys), key=lambda key: hashlib.sha256(f"{seed}:{key}".encode()).digest())
@@ -106,4 +130,4 @@ def _split(examples: Sequence[Example], *, seed: int) -> ExampleTask:
     sides: tuple[list[Example], list[Example]] = ([], [])
     for example, key in zip(examples, keys, strict=True):
         sides[key in test_keys].append(example)
-    return ExampleTask(name="dataset", train=sides[0], test=sides[1])
+    return ExampleTask(name="dataset", train=sides[0], test=sides[1], notices=(notice,))

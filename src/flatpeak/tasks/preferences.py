@@ -82,6 +82,8 @@ class PreferencePair:
     """The rejected answer, never equal to `chosen`."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The unprocessed row, with `messages`, the prompt as chat messages, if the row has them."""
+    messages: tuple[Message, ...] = ()
+    """The prompt as chat messages; empty if it is a text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,15 +147,10 @@ def _examples(pairs: Iterable[PreferencePair]) -> tuple[Example, ...]:
             question=prompt,
             gold=pair.chosen,
             columns=pair.columns,
-            messages=_messages_of(pair),
+            messages=pair.messages if len(pair.messages) > 1 and pair.messages[-1]["role"] == "user" else (),
         )
         for prompt, pair in first.items()
     )
-
-
-def _messages_of(pair: PreferencePair) -> tuple[Message, ...]:
-    messages = tuple(pair.columns.get("messages", ()))
-    return messages if len(messages) > 1 else ()
 
 
 def _sources(config: PreferencesConfig) -> list[tuple[str, Iterator[Row]]]:
@@ -197,7 +194,12 @@ def _read(rows: Iterable[Row], *, prefix: str) -> Iterator[PreferencePair | str 
         else:
             columns = {**row.values, **extra}
             yield PreferencePair(
-                id=f"{prefix}{index}", prompt=prompt, chosen=chosen, rejected=rejected, columns=columns
+                id=f"{prefix}{index}",
+                prompt=prompt,
+                chosen=chosen,
+                rejected=rejected,
+                columns=columns,
+                messages=tuple(extra.get("messages", ())),
             )
 
 

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator
 
 from flatpeak.errors import UserError, check_characters, did_you_mean
 from flatpeak.protocols import Tokenizer
+from flatpeak.tasks.conversations import conversation_text
 from flatpeak.types import Example, Message, Prompt
 from flatpeak.utils.control_tokens import TextEncoder, unquote
 from flatpeak.utils.schema import StrictConfig
@@ -285,7 +286,7 @@ def _question(example: Example, *, in_chat: bool) -> tuple[str, Sequence[Message
     """The text to ask, and the messages before it: a chat template gets a conversation as it is, others as one text."""
     if in_chat and example.messages:
         return example.messages[-1]["content"], example.messages[:-1]
-    return example.question, ()
+    return conversation_text(example.messages) if example.messages else example.question, ()
 
 
 def _fit_shots(example: Example, word: _Word, *, in_chat: bool, limit: int) -> tuple[_Wording, int]:

@@ -80,8 +80,10 @@ def drop_overlap(train: Sequence[Example], config: OverlapConfig) -> tuple[tuple
     for position, source in enumerate(config.sources):
         option = f"task.overlap.sources.{position}"
         for row in read_source(source, option=option):
-            question = _compose(source.question, row, option=f"{option}.question")
-            if question is not None:
+            cell = None if "{" in source.question else cell_of(row, source.question, option=f"{option}.question")
+            if isinstance(cell, list | tuple):
+                evaluation.append(_question(row, source, option=option)[0])
+            elif question := _compose(source.question, row, option=f"{option}.question"):
                 evaluation.append(question)
     overlap = find_overlap([example.question for example in train], evaluation=evaluation, config=config)
     kept = tuple(example for example, drop in zip(train, overlap.overlapping, strict=True) if not drop)
@@ -167,7 +169,8 @@ def _question(row: Row, source: SourceConfig, *, option: str) -> tuple[str, tupl
     if isinstance(cell, list | tuple):
         place = f"{row.where}: column {source.question!r}"
         messages, reply = split_answer(read_messages(cell, where=place), where=place)
-        return conversation_text(messages), messages if len(messages) > 1 else (), reply
+        asked = [message for message in messages if message["role"] != "system"]
+        return conversation_text(asked), messages if len(messages) > 1 else (), reply
     question = _compose(source.question, row, option=where)
     if question is None:
         raise UserError(f"{row.where}: the question ({where}={source.question}) is empty; repair or remove it")

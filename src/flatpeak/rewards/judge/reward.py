@@ -196,7 +196,7 @@ class JudgeReward(Scorer):
         return [
             Candidate(
                 question=example.question,
-                reference=example.gold,
+                reference=" or ".join(example.golds),
                 text=visible_text(completion, group.prompt, show=self._show),
             )
             for completion in group.completions
