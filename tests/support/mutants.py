@@ -144,7 +144,7 @@ def replaced(text: str, node: ast.expr, after: str) -> str:
 
 def test_files(path: Path, folder: str) -> list[str]:
     """The fast tests of a folder, those named after the faulty file first, and the table of bad input."""
-    files = [*sorted((ROOT / "tests" / folder).rglob("test_*.py")), ROOT / "tests/test_bad_input.py"]
+    files = [*sorted((ROOT / "tests" / folder).rglob("test_*.py")), ROOT / "tests/test_bad_input_table.py"]
     return [str(file) for file in sorted(files, key=lambda file: path.stem not in file.stem)]
 
 
