@@ -244,7 +244,7 @@ def test_the_command_forks_a_run_by_its_name(
     train(recipe(run={"name": "first"}))
     monkeypatch.chdir(tmp_path)
     fork_command("first", 2, name="second", overrides=["training.steps=3"])
-    assert capsys.readouterr().out.splitlines()[-1].startswith("fork: held-out accuracy ")
+    assert capsys.readouterr().out.splitlines()[-2].startswith("fork: held-out accuracy ")
     assert (tmp_path / "runs" / "second" / "checkpoints" / "step_000003").is_dir()
     with pytest.raises(UserError, match=r"nowhere is not a run's directory"):
         fork_command("nowhere", 2, name="third", overrides=[])
