@@ -9,9 +9,10 @@ import pytest
 
 import flatpeak
 from flatpeak.config.load import load_recipe, parse_config
+from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
-from flatpeak.pipeline.own_data import read_own_data
-from flatpeak.pipeline.request import resolve_config
+from flatpeak.pipeline.own_data import OWN_DATA, with_own_data
+from flatpeak.pipeline.request import CallerObjects, RunRequest, resolve_config
 from support.runs import Train
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": a + b} for a in range(4) for b in range(4)]
@@ -20,11 +21,17 @@ SMALL: dict[str, Any] = {
     "rollout": {"prompts_per_step": 2, "group_size": 4, "max_new_tokens": 4},
     "evaluation.every": 1,
 }
-CALL: dict[str, Any] = {"model": None, "tokenizer": None, "dataset": None, "task": None, "settings": None}
 
 
 def reward(completion: str, gold: str) -> float:
     return float(completion[:1] in "0123456789")
+
+
+def read(recipe: Any = OWN_DATA, *, dataset: Any = None, settings: Any = None, **objects: Any) -> tuple[RunConfig, Any]:
+    """The configuration and the objects of a call of flatpeak.train."""
+    request = RunRequest(recipe=recipe, settings=settings, progress=None, resume=False, overwrite=False, command=None)
+    request, given = with_own_data(request, CallerObjects(**objects), dataset)
+    return resolve_config(request.recipe, request.settings), given
 
 
 @pytest.fixture
@@ -43,11 +50,9 @@ def test_rows_and_a_reward_are_enough(run: flatpeak.RunResult) -> None:
 
 
 def test_a_model_given_by_its_name_is_named_in_the_run(base: Path) -> None:
-    data = read_own_data(None, **{**CALL, "model": str(base), "dataset": ROWS, "settings": {"run.name": "x"}})
-    config = resolve_config(data.recipe, data.settings)
-    assert (config.model.path, config.run.name, data.model) == (str(base), "x", None)
-    data = read_own_data("flatpeak:demo", **{**CALL, "model": base, "settings": ["run.name=x", "model.new=null"]})
-    config = resolve_config(data.recipe, data.settings)
+    config, objects = read(model=str(base), dataset=ROWS, settings={"run.name": "x"})
+    assert (config.model.path, config.run.name, objects.model) == (str(base), "x", None)
+    config, _ = read("flatpeak:demo", model=base, settings=["run.name=x", "model.new=null"])
     assert (config.model.path, config.run.name) == (str(base), "x")
 
 
@@ -57,13 +62,13 @@ def test_questions_are_worded_by_the_chat_template_if_there_is_one(
 ) -> None:
     _, tokenizer = make_tiny_model()
     tokenizer.chat_template = template
-    given = read_own_data(None, **{**CALL, "model": object(), "tokenizer": tokenizer, "dataset": ROWS})
-    assert resolve_config(given.recipe).prompt.template == wording
+    given, _ = read(model=object(), tokenizer=tokenizer, dataset=ROWS)
+    assert given.prompt.template == wording
     tokenizer.save_pretrained(base)
-    named = read_own_data(None, **{**CALL, "model": base, "dataset": ROWS})
-    assert resolve_config(named.recipe, named.settings).prompt.template == wording
-    chosen = read_own_data(None, **{**CALL, "model": base, "dataset": ROWS, "settings": {"prompt.template": "r1_zero"}})
-    assert resolve_config(chosen.recipe, chosen.settings).prompt.template == "r1_zero"
+    named, _ = read(model=base, dataset=ROWS)
+    assert named.prompt.template == wording
+    chosen, _ = read(model=base, dataset=ROWS, settings={"prompt.template": "r1_zero"})
+    assert chosen.prompt.template == "r1_zero"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +89,7 @@ def test_questions_are_worded_by_the_chat_template_if_there_is_one(
 )
 def test_a_call_that_lacks_something_says_what(call: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        read_own_data(None, **{**CALL, **call})
+        read(**call)
 
 
 @pytest.mark.parametrize(
@@ -93,9 +98,8 @@ def test_a_call_that_lacks_something_says_what(call: dict[str, Any], message: st
 )
 def test_rewards_by_name_say_what_is_right(rewards: tuple[str, ...], accuracy: str | None, metric: str) -> None:
     given = dict.fromkeys(rewards, lambda completion: 1.0)
-    data = read_own_data(None, **{**CALL, "dataset": ["a?", "b?"], "reward": given})
-    evaluation = resolve_config(data.recipe, data.settings).evaluation
-    assert (evaluation.accuracy, evaluation.metric) == (accuracy, metric)
+    config, _ = read(dataset=["a?", "b?"], reward=given)
+    assert (config.evaluation.accuracy, config.evaluation.metric) == (accuracy, metric)
 
 
 def test_a_result_has_its_figures_as_tables_and_plots(run: flatpeak.RunResult) -> None:

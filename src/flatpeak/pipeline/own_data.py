@@ -4,74 +4,56 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from flatpeak.config.load import Settings, apply_settings, read_recipe
 from flatpeak.errors import UserError
-from flatpeak.pipeline.request import RecipeSource, with_settings
-from flatpeak.protocols import Task
+from flatpeak.pipeline.request import CallerObjects, RunRequest, with_settings
 from flatpeak.tasks.dataset import GOLDS, task_of
 from flatpeak.utils.huggingface import load_errors, load_tokenizer, local_or_hub
 
-RECIPE: Final = "flatpeak:own_data"
+OWN_DATA: Final = "flatpeak:own_data"
 """The recipe of a call that gives none."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class OwnData:
-    """The same call with a recipe, a task and settings."""
+def with_own_data(request: RunRequest, objects: CallerObjects, dataset: Any) -> tuple[RunRequest, CallerObjects]:
+    """The request and the objects of a run on a caller's data set, with a task made of it; None: of another's data.
 
-    recipe: RecipeSource
-    model: Any
-    """The caller's model; None if it is named in the settings."""
-    task: Task | None
-    settings: Settings | None
-
-
-def read_own_data(
-    recipe: RecipeSource | None,
-    *,
-    reward: Any = None,
-    model: Any,
-    tokenizer: Any,
-    dataset: Any,
-    task: Task | None,
-    settings: Settings | None,
-) -> OwnData:
-    """Name the model in the settings if it is given by its name, and make a task of the data set.
-
-    Without a recipe it is `flatpeak:own_data`, worded by the tokenizer's chat template if it has one. UserError if
-    neither a recipe nor a data set or task is given.
+    A model given by its name moves into the settings. The recipe `flatpeak:own_data` is worded by the tokenizer's chat
+    template if it has one. UserError if no data are given for it.
     """
-    if dataset is not None and task is not None:
+    if dataset is not None and objects.task is not None:
         raise UserError("train(dataset=..., task=...): both are the data to train on; give one of them")
-    if recipe is None and dataset is None and task is None:
+    without_recipe = request.recipe == OWN_DATA
+    if without_recipe and dataset is None and objects.task is None:
         raise UserError(
             "train() needs a recipe, or a model and a data set: flatpeak.train(model=NAME, dataset=rows, reward=f)"
         )
-    if isinstance(model, str | Path):
-        settings = with_settings(settings, {"model.path": str(model)})
-        model = None
+    if isinstance(objects.model, str | Path):
+        request = replace(request, settings=with_settings(request.settings, {"model.path": str(objects.model)}))
+        objects = replace(objects, model=None)
     if dataset is not None:
-        task = task_of(dataset)
-        _check_golds(task, reward, built_in=recipe is None)
-    if recipe is None:
+        objects = replace(objects, task=task_of(dataset))
+        _check_golds(objects, built_in=without_recipe)
+    if without_recipe:
         recipe = {
-            "extends": RECIPE,
-            "prompt": {"template": _template(settings, tokenizer)},
-            "evaluation": _evaluation(reward),
+            "extends": OWN_DATA,
+            "prompt": {"template": _template(request.settings, objects.tokenizer)},
+            "evaluation": _evaluation(objects.reward),
         }
-    return OwnData(recipe=recipe, model=model, task=task, settings=settings)
+        request = replace(request, recipe=recipe)
+    return request, objects
 
 
-def _check_golds(task: Task, reward: Any, *, built_in: bool) -> None:
+def _check_golds(objects: CallerObjects, *, built_in: bool) -> None:
     """UserError if no row has a gold answer, and the reward asks for it: an empty one is part of every text.
 
     `built_in` says that the recipe's own reward grades where the caller gives none.
     """
-    if any(example.gold for example in task.train):
+    reward = objects.reward
+    if objects.task is None or any(example.gold for example in objects.task.train):
         return
     functions = list(reward.values()) if isinstance(reward, Mapping) else [reward]
     if (reward is None and built_in) or any(map(_asks_for_gold, functions)):
@@ -98,7 +80,7 @@ def _evaluation(reward: Any) -> dict[str, Any]:
 def _template(settings: Settings | None, tokenizer: Any) -> str:
     """`chat` if the tokenizer of the model has a chat template, else `plain`."""
     if tokenizer is None:
-        section = apply_settings(read_recipe(RECIPE), settings or ()).get("model", {})
+        section = apply_settings(read_recipe(OWN_DATA), settings or ()).get("model", {})
         path = section.get("path") if isinstance(section, Mapping) else None
         if path is None:
             return "plain"

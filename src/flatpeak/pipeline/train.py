@@ -10,7 +10,7 @@ from flatpeak.distributed.ranks import open_ranks
 from flatpeak.distributed.shared_rollouts import checked_sampler_state
 from flatpeak.errors import UserError
 from flatpeak.pipeline.lifecycle import finish, open_run, training
-from flatpeak.pipeline.own_data import read_own_data
+from flatpeak.pipeline.own_data import OWN_DATA, with_own_data
 from flatpeak.pipeline.policies import reference_checkpoint
 from flatpeak.pipeline.progress import first_line
 from flatpeak.pipeline.request import (
@@ -59,27 +59,18 @@ def train(
     False is silence, else an object like `protocols.Progress`. Raises UserError for bad input, before a run directory
     is made; a run name that exists needs `resume` or `overwrite`.
     """
-    data = read_own_data(
-        config, reward=reward, model=model, tokenizer=tokenizer, dataset=dataset, task=task, settings=settings
-    )
     objects = CallerObjects(
-        model=data.model,
-        tokenizer=tokenizer,
-        task=data.task,
-        reward=reward,
-        sampler=sampler,
-        loss=loss,
-        advantage=advantage,
+        model=model, tokenizer=tokenizer, task=task, reward=reward, sampler=sampler, loss=loss, advantage=advantage
     )
     request = RunRequest(
-        recipe=data.recipe,
-        settings=data.settings,
+        recipe=OWN_DATA if config is None else config,
+        settings=settings,
         progress=progress,
         resume=resume,
         overwrite=overwrite,
         command=command,
     )
-    return run_stages(request, objects, stages=("sft", "train"))
+    return run_stages(*with_own_data(request, objects, dataset), stages=("sft", "train"))
 
 
 def sft(
@@ -100,27 +91,18 @@ def sft(
     command: Sequence[str] | None = None,
 ) -> RunResult:
     """Run only the SFT stage of a recipe, with the arguments of `train`; UserError where it has no SFT steps."""
-    data = read_own_data(
-        config, reward=reward, model=model, tokenizer=tokenizer, dataset=dataset, task=task, settings=settings
-    )
     objects = CallerObjects(
-        model=data.model,
-        tokenizer=tokenizer,
-        task=data.task,
-        reward=reward,
-        sampler=sampler,
-        loss=loss,
-        advantage=advantage,
+        model=model, tokenizer=tokenizer, task=task, reward=reward, sampler=sampler, loss=loss, advantage=advantage
     )
     request = RunRequest(
-        recipe=data.recipe,
-        settings=data.settings,
+        recipe=OWN_DATA if config is None else config,
+        settings=settings,
         progress=progress,
         resume=resume,
         overwrite=overwrite,
         command=command,
     )
-    return run_stages(request, objects, stages=("sft",))
+    return run_stages(*with_own_data(request, objects, dataset), stages=("sft",))
 
 
 def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[StageName]) -> RunResult:
