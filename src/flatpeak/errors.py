@@ -76,6 +76,13 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def duration(seconds: float) -> str:
+    """Seconds in words, such as `40 s`, `12 min` or `3.1 h`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 def nearest(name: str, known: Iterable[str], *, count: int = 1) -> list[str]:
     """The known names most similar to `name`, at most `count` of them, ignoring case; empty if none is similar."""
     by_folded = {candidate.casefold(): candidate for candidate in known}

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from flatpeak.errors import duration
 from flatpeak.experiments.config import read_sweep
 from flatpeak.experiments.plan import build_plan
-from flatpeak.experiments.sweep import SweepProgress, duration
+from flatpeak.experiments.sweep import SweepProgress
 from support.sweeps import PREFIX, write_sweep
 
 

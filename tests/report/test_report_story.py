@@ -59,6 +59,10 @@ def test_what_happened_is_told_in_a_sentence() -> None:
 
 def test_a_run_that_has_only_begun_has_the_sentence_that_it_can() -> None:
     assert sentence(None, (), []) is None
+    running = summary(status="running", wall_seconds=0.0, best_step=None)
+    assert sentence(running, EVALUATIONS, steps(20)) == (
+        "Held-out accuracy went from 0.000 to 0.900 over 20 steps of RL."
+    )
     assert sentence(None, EVALUATIONS[:1], []) == "Held-out accuracy is 0.000 before any training."
     once = "Held-out accuracy was 0.000 before training; it was not measured again."
     assert sentence(None, EVALUATIONS[:1], steps(2)) == once

@@ -25,7 +25,7 @@ def test_a_list_of_dicts_holds_out_a_tenth_of_its_questions() -> None:
     task = task_of(ROWS)
     assert (len(task.train), len(task.test)) == (18, 2)
     assert sides(task)["train"] | sides(task)["test"] == {row["prompt"]: str(row["answer"]) for row in ROWS}
-    assert sides(task_of(ROWS, seed=1)) != sides(task) == sides(task_of(ROWS))
+    assert sides(task_of(ROWS)) == sides(task)
 
 
 def test_equal_questions_stay_on_one_side_and_two_questions_are_enough() -> None:
@@ -83,7 +83,7 @@ def test_question_and_gold_are_found_by_their_usual_names(row: Any, question: st
 def test_an_instruction_is_asked_with_its_input() -> None:
     rows = [{"instruction": "Translate.", "input": "chat", "output": "cat"}, {"instruction": "Smile.", "input": ""}]
     (first, second) = task_of({"train": rows, "test": ["x"]}).train
-    assert (first.question, second.question.strip()) == ("Translate.\n\nchat", "Smile.")
+    assert (first.question, second.question) == ("Translate.\n\nchat", "Smile.")
 
 
 def test_values_of_numpy_and_columns_that_begin_empty_are_read() -> None:

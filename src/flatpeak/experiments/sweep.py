@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
-from flatpeak.errors import UserError
+from flatpeak.errors import UserError, duration
 from flatpeak.experiments.cell_worker import WorkerProcess
 from flatpeak.experiments.config import SweepConfig, read_sweep
 from flatpeak.experiments.plan import Cell, PlannedRun, PrefixStep, SweepPlan, build_plan
@@ -42,7 +42,6 @@ Phase = Literal["waiting", "busy", "done", "failed", "stopped", "unneeded"]
 SECONDS_BETWEEN_LOOKS = 0.5
 """The time between checks for signals and dead workers."""
 _LOCK = ".lock"
-_MINUTE, _HOUR = 60, 3600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,10 +378,3 @@ class SweepProgress:
         mean = fmean(arms)
         waiting = [cell for cell in self.plan.by_seed if phases[cell.label] in ("waiting", "busy")]
         return sum(means.get(cell.group, mean) for cell in waiting) / self.plan.processes
-
-
-def duration(seconds: float) -> str:
-    """Seconds in words, such as `40 s`, `12 min` or `3.1 h`."""
-    if seconds < 2 * _MINUTE:
-        return f"{seconds:.0f} s"
-    return f"{seconds / _MINUTE:.0f} min" if seconds < 2 * _HOUR else f"{seconds / _HOUR:.1f} h"

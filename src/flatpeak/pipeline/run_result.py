@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flatpeak.errors import UserError, did_you_mean
+from flatpeak.report.charts import held_out_curve
 from flatpeak.report.evaluations import headline_metric
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.metrics import read_metrics
@@ -80,21 +81,14 @@ class RunResult:
                 raise UserError(f"{self.path} has no metric {name!r}{did_you_mean(name, rows.columns)}")
         figure = Figure(figsize=(_PANEL_INCHES[0] * len(names), _PANEL_INCHES[1]), layout="constrained")
         for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-            known = _on_one_axis(rows, name)
-            axes.plot(known["step"], known[name], marker="o" if len(known) < 30 else None)
+            known = rows[rows[name].notna()]
+            steps, values = known["step"], known[name]
+            if name.startswith("eval/"):  # the model before RL is at step 0
+                curve = held_out_curve(self.summary.evaluations, name.split("/", 2)[2])
+                steps, values = (curve.steps, curve.values) if curve is not None else ((), ())
+            axes.plot(steps, values, marker="o" if len(steps) < 30 else None)
             axes.set(title=name, xlabel="step")
         return figure
-
-
-def _on_one_axis(rows: pandas.DataFrame, name: str) -> pandas.DataFrame:
-    """The rows with a metric; evaluations before RL, whose steps are those of SFT, become the one at step 0."""
-    began = rows.index[rows["stage"] == "train"]
-    known = rows[rows[name].notna()]
-    if name.startswith("eval/") and len(began):
-        before = known.index < began[0]
-        known = known[~before | (known.index == known.index[before].max())].copy() if before.any() else known
-        known.loc[known.index < began[0], "step"] = 0
-    return known
 
 
 def _usual(columns: pandas.Index, summary: RunSummary) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from flatpeak.config.run_config import RunConfig
+from flatpeak.errors import duration, plural
 from flatpeak.report.evaluations import headline_metric
 from flatpeak.runs.summary import RunSummary, StageEvaluation
 
@@ -24,7 +25,9 @@ _CUT_OFF: Final = 0.2
 _NARROW: Final = 0.1
 """Entropy below this share of its start leaves little to explore."""
 _SAME: Final = 0.02
-"""A change of accuracy or reward that is no progress."""
+"""A change of accuracy that is no progress."""
+_RISE: Final = 0.005
+"""The least rise of the reward that is progress, relative to it: rewards have any scale."""
 PHASES: Final = {
     "rollout": "sampling completions",
     "reward": "grading them",
@@ -48,7 +51,7 @@ def sentence(summary: RunSummary | None, evaluations: Sequence[StageEvaluation],
         return f"Held-out {metric} is {first:.3f} before any training."
     if len(values) == 1:
         return f"Held-out {metric} was {first:.3f} before training; it was not measured again."
-    time = "" if summary is None else f", in {_duration(summary.wall_seconds)}"
+    time = "" if summary is None or summary.status == "running" else f", in {duration(summary.wall_seconds)}"
     change = f"Held-out {metric} went from {first:.3f} to {last:.3f} over {' and '.join(stages)}{time}."
     ended = "" if summary is None or summary.ended_by is None else f" It ended early: {summary.ended_by}."
     best = ""
@@ -63,13 +66,7 @@ def _stages(rows: Sequence[Row]) -> list[str]:
     if any("reward_model/loss" in row for row in rows):
         names = {"train": "training"}
     counts = {name: sum(row.get("stage") == stage for row in rows) for stage, name in names.items()}
-    return [f"{count} step{'' if count == 1 else 's'} of {name}" for name, count in counts.items() if count]
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    return [f"{plural(count, 'step')} of {name}" for name, count in counts.items() if count]
 
 
 def warnings(rows: Sequence[Row], evaluations: Sequence[StageEvaluation], *, limit: int | None = None) -> list[str]:
@@ -78,7 +75,7 @@ def warnings(rows: Sequence[Row], evaluations: Sequence[StageEvaluation], *, lim
     if len(trained) < 3:
         return []
     ends = _Ends(first=trained[: _share(trained)], last=trained[-_share(trained) :])
-    return [text for text in (*_step_warnings(ends, limit), *_format_warning(evaluations)) if text]
+    return [*_step_warnings(ends, limit), *_format_warning(evaluations)]
 
 
 def _share(rows: Sequence[Row]) -> int:
@@ -100,7 +97,7 @@ class _Ends:
 
 def _step_warnings(ends: _Ends, limit: int | None) -> Iterator[str]:
     reward = ends.of("reward/mean")
-    gained = reward is not None and reward[1] - reward[0] > _SAME * max(map(abs, reward)) / 4
+    gained = reward is not None and reward[1] - reward[0] > _RISE * max(map(abs, reward))
     cut_off = ends.of("rollout/truncated_fraction")
     if cut_off is not None and cut_off[1] > _CUT_OFF:
         tokens = "" if limit is None else f"={limit}"
@@ -150,7 +147,7 @@ def phases(rows: Sequence[Row]) -> list[dict[str, str]]:
             table.append(
                 {
                     "phase": meaning,
-                    "time": _duration(seconds[name]),
+                    "time": duration(seconds[name]),
                     "share": f"{seconds[name] / total:.0%}",
                     "memory": f"{max(peaks):.2f} GiB" if peaks else "",
                 }

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NumberExtraction = Literal["whole", "answer_tag", "gsm8k_strict", "gsm8k_flexible", "last_number", "boxed"]
+TextExtraction = Literal["whole", "answer_tag", "boxed", "last_line"]
 ChoiceExtraction = Literal["robust", "letter", "official"]
 MathExtraction = Literal["auto", "any", "boxed", "r1_zero"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.base import ChoiceExtraction, MathExtraction, NumberExtraction
+from flatpeak.rewards.base import ChoiceExtraction, MathExtraction, NumberExtraction, TextExtraction
 from flatpeak.rewards.component_config import ComponentConfig
 from flatpeak.rewards.judge.config import JudgeConfig
 
@@ -114,7 +114,7 @@ class ExactConfig(ComponentConfig):
     """1 if the text found in the completion is a gold answer of the row, else 0; spaces and line breaks count alike."""
 
     type: Literal["exact"] = "exact"
-    extraction: Literal["whole", "answer_tag", "boxed", "last_line"] = "whole"
+    extraction: TextExtraction = "whole"
     """The place of the answer. whole: all text after the thinking. answer_tag: the last answer block. boxed: the last
     box. last_line: the last line that is not blank."""
     ignore_case: bool = False

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from flatpeak.rewards.base import Rule
-from flatpeak.rewards.math.extract import block_answer, extract_answer
+from flatpeak.rewards.base import Rule, TextExtraction
+from flatpeak.rewards.numeric_answer import whole_text
 from flatpeak.utils.answers import after_thinking, judged_text
 
 if TYPE_CHECKING:
     from flatpeak.types import Completion, Prompt, Score
-
-TextExtraction = Literal["whole", "answer_tag", "boxed", "last_line"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,13 +37,7 @@ class ExactReward(Rule):
 
 def extract_text(text: str, extraction: TextExtraction) -> str | None:
     """The text that a transcript gives as its answer, or None if it gives none."""
-    match extraction:
-        case "whole":
-            return after_thinking(text)
-        case "answer_tag":
-            return block_answer(text)
-        case "boxed":
-            return extract_answer(text, "boxed")
-        case "last_line":
-            lines = [line for line in after_thinking(text).splitlines() if line.strip()]
-            return lines[-1] if lines else None
+    if extraction != "last_line":
+        return whole_text(text, extraction)
+    lines = [line for line in after_thinking(text).splitlines() if line.strip()]
+    return lines[-1] if lines else None

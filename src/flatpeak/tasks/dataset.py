@@ -27,22 +27,22 @@ FRACTION: Final = 0.1
 """The share of questions held out of a data set without parts."""
 
 
-def task_of(dataset: Any, *, seed: int = 0) -> Task:
+def task_of(dataset: Any) -> Task:
     """The task of a data set: a `Dataset` or `DatasetDict` of datasets, a DataFrame, a file, or a list of dicts.
 
     A mapping has the parts `train` and, if it wants, `test` or `validation`. Otherwise a tenth of the questions is held
-    out by a seeded hash, at least one. UserError for rows without a question; a Task is returned as it is.
+    out by a hash, at least one. UserError for rows without a question; a Task is returned as it is.
     """
     if not hasattr(dataset, "columns") and all(hasattr(dataset, name) for name in ("name", "train", "test")):
         return cast("Task", dataset)
     # A type checker sees the protocol's members as writable, and those of a frozen dataclass as read-only.
-    return cast("Task", _task_of_rows(dataset, seed=seed))
+    return cast("Task", _task_of_rows(dataset))
 
 
-def _task_of_rows(dataset: Any, *, seed: int) -> ExampleTask:
+def _task_of_rows(dataset: Any) -> ExampleTask:
     if not isinstance(dataset, Mapping):
         examples, notice = _examples(dataset, where="dataset")
-        return _split(examples, notice, seed=seed)
+        return _split(examples, notice)
     if "train" not in dataset:
         raise UserError(
             f"dataset has the parts {', '.join(map(repr, dataset))}: name the one to train on 'train', as in "
@@ -51,7 +51,7 @@ def _task_of_rows(dataset: Any, *, seed: int) -> ExampleTask:
     train, notice = _examples(dataset["train"], where="dataset['train']", prefix="train/")
     test_part = next((name for name in HELD_OUT if name in dataset), None)
     if test_part is None:
-        return _split(train, notice, seed=seed)
+        return _split(train, notice)
     test, _ = _examples(dataset[test_part], where=f"dataset[{test_part!r}]", prefix=f"{test_part}/")
     repeated = repetition_notices(train, test, remedy="leave them out of dataset['train']")
     return ExampleTask(name="dataset", train=train, test=test, notices=(notice, *repeated))
@@ -68,9 +68,11 @@ def _examples(rows: Any, *, where: str, prefix: str = "") -> tuple[list[Example]
             f"{where}: no column of {', '.join(map(repr, listed[0].values))} is a question; name it 'prompt' (a text "
             "or chat messages), or give a recipe with task.type=rows, which maps columns"
         )
+    if question.casefold() == "instruction":
+        for row in listed:
+            if row.values.get("input"):
+                row.values[question] = f"{row.values[question]}\n\n{row.values['input']}"
     source = SourceConfig(question=question, answer=gold)
-    if question.casefold() == "instruction" and any(row.values.get("input") for row in listed):
-        source = SourceConfig(question=f"{{{question}}}\n\n{{input}}", answer=gold)
     examples = examples_of(listed, source, option=where, prefix=prefix)
     for example in examples:
         check_characters("".join((example.question, *example.golds)), where=f"{where}, row {example.id}")
@@ -120,10 +122,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _split(examples: Sequence[Example], notice: str, *, seed: int) -> ExampleTask:
+def _split(examples: Sequence[Example], notice: str) -> ExampleTask:
     """Hold out the questions whose hashes are the smallest, at least one of them, with all their rows."""
     keys = [question_key(example.question) for example in examples]
-    ordered = sorted(set(keys), key=lambda key: hashlib.sha256(f"{seed}:{key}".encode()).digest())
+    ordered = sorted(set(keys), key=lambda key: hashlib.sha256(key.encode()).digest())
     if len(ordered) < 2:
         raise UserError("dataset has one question: give at least two, one to train on and one to hold out")
     test_keys = set(ordered[: max(1, round(FRACTION * len(ordered)))])
