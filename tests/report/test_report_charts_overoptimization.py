@@ -18,9 +18,10 @@ def evaluation(stage: EvaluationStage, step: int, **metrics: float | None) -> St
 
 
 def test_weights_are_read_from_a_resolved_recipe() -> None:
-    assert reward_weights("rewards:\n  a: {type: number, weight: 1.0}\n  b: {weight: 0}\n") == {"a": 1.0, "b": 0.0}
-    assert reward_weights("run: {name: x}") == {}
-    assert reward_weights(None) == {}
+    recipe = {"rewards": {"a": {"type": "number", "weight": 1.0}, "b": {"weight": 0}}}
+    assert reward_weights(recipe) == {"a": 1.0, "b": 0.0}
+    assert reward_weights({"run": {"name": "x"}}) == {}
+    assert reward_weights({}) == {}
 
 
 def test_both_curves_begin_with_the_model_that_rl_began_with() -> None:

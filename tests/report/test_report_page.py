@@ -215,9 +215,16 @@ def test_the_page_says_what_stopped_a_run_and_where_its_curves_begin(run):
     ],
 )
 def test_the_page_begins_with_model_and_task(run, model, named):
-    run.config.write_text(yaml.safe_dump({"model": model, "task": {"type": "rows"}}))
+    recipe = {"model": model, "task": {"type": "rows"}}
+    run.config.write_text(yaml.safe_dump(recipe))
     assert named in Page(write_report(run.path).read_text()).text
-    assert subject(run.config.read_text(), ()) == named.replace("sums", "rows")
+    assert subject(recipe, ()) == named.replace("sums", "rows")
+
+
+@pytest.mark.parametrize("text", ["", "a: [", "- a list"])
+def test_a_damaged_recipe_leaves_a_page_of_the_rest(run, text):
+    run.config.write_text(text)
+    assert "Held-out accuracy" in Page(write_report(run.path).read_text()).text
 
 
 def test_completions_are_those_of_the_last_step_whose_file_is_whole(run):

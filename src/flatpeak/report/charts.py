@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
-import yaml
-
 from flatpeak.report.curves import Curve, curve_svg
 from flatpeak.runs.summary import StageEvaluation
 
@@ -279,11 +277,10 @@ def sharpness_curves(evaluations: Sequence[StageEvaluation]) -> list[Curve]:
     return [curve for curve in curves if curve is not None]
 
 
-def reward_weights(config: str | None) -> dict[str, float]:
-    """The weight of each component of the reward in a run's config.yaml."""
-    content: Any = yaml.safe_load(config) if config else None
-    rewards = content.get("rewards") if isinstance(content, Mapping) else None
-    return {name: float(reward["weight"]) for name, reward in (rewards or {}).items() if "weight" in reward}
+def reward_weights(recipe: Mapping[str, Any]) -> dict[str, float]:
+    """The weight of each component of the reward in a resolved recipe."""
+    rewards = recipe.get("rewards", {})
+    return {name: float(reward["weight"]) for name, reward in rewards.items() if "weight" in reward}
 
 
 def paid_and_measured(

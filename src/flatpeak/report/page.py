@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -91,27 +91,27 @@ def page_content(run: RunPaths) -> dict[str, Any]:
     evaluations = evaluations_of(rows) if summary is None or in_progress else summary.evaluations
     config = run.config.read_text(encoding="utf-8") if run.config.exists() else None
     metric, best_step = (summary.metric, summary.best_step) if summary else (None, None)
-    limit = ((yaml.safe_load(config) if config else None) or {}).get("rollout", {}).get("max_new_tokens")
+    recipe = _read_recipe(config)
+    limit = recipe.get("rollout", {}).get("max_new_tokens")
     is_reward_model = _trains_reward_model(rows)
     after = "after training" if is_reward_model else "after RL"
     columns = evaluation_columns(evaluations, best_step=best_step, after=after)
     return {
         "name": summary.name if summary else run.path.name,
         "summary": summary,
-        "subject": subject(config, evaluations),
+        "subject": subject(recipe, evaluations),
         "signal": signal_name(summary.signal) if summary and summary.signal else None,
         "is_reward_model": is_reward_model,
         "headline": headline(summary, columns, rows),
         "sentence": story.sentence(summary, evaluations, rows),
         "refresh": REFRESH if in_progress else None,
         "warnings": [
-            text
-            for text in (no_signal_warning(rows, evaluations, config), *story.warnings(rows, evaluations, limit=limit))
-            if text
+            *no_signal_warning(rows, evaluations, limit),
+            *story.warnings(rows, evaluations, limit=limit),
         ],
         "next_commands": next_commands(run, summary, manifest) if not is_reward_model else [],
         "notices": [(_position(row), row["text"]) for row in read_notices(run.notices)],
-        "charts": charts(rows, evaluations, weights=reward_weights(config), metric=metric),
+        "charts": charts(rows, evaluations, weights=reward_weights(recipe), metric=metric),
         "unit": "pairs" if is_reward_model else "questions",
         "metric_table": metric_table(columns),
         "subset_tables": subset_tables(columns, metric=metric),
@@ -123,7 +123,7 @@ def page_content(run: RunPaths) -> dict[str, Any]:
         "manifest": manifest,
         "started": _minute(manifest["started"]) if manifest else None,
         "command": shlex.join(manifest["command"]) if manifest else None,
-        "changes": recipe_changes(config),
+        "changes": recipe_changes(recipe),
         "config": config,
         "cell": cell,
     }
@@ -137,23 +137,31 @@ def next_commands(
     return story.next_commands(run.path, summary, from_command=from_command, rollouts=bool(logged_steps(run.rollouts)))
 
 
-def recipe_changes(config: str | None) -> str | None:
+def _read_recipe(config: str | None) -> Mapping[str, Any]:
+    """The recipe of a config.yaml; empty without one, or if it is damaged."""
+    with suppress(yaml.YAMLError):
+        recipe = yaml.safe_load(config or "")
+        if isinstance(recipe, Mapping):
+            return recipe
+    return {}
+
+
+def recipe_changes(recipe: Mapping[str, Any]) -> str | None:
     """The settings of a run that differ from flatpeak's defaults, as YAML; None without a recipe of this version."""
     with suppress(UserError):
-        changed = story.recipe_changes(parse_config(yaml.safe_load(config))) if config else {}
-        return yaml.safe_dump(changed, sort_keys=False, allow_unicode=True) if changed else None
+        if recipe and (changed := story.recipe_changes(parse_config(recipe))):
+            return yaml.safe_dump(changed, sort_keys=False, allow_unicode=True)
     return None
 
 
-def subject(config: str | None, evaluations: Sequence[StageEvaluation]) -> str | None:
+def subject(recipe: Mapping[str, Any], evaluations: Sequence[StageEvaluation]) -> str | None:
     """The model and the task of a run, as named in its recipe; None if that names no model."""
-    content: Any = yaml.safe_load(config) if config else None
-    model = content.get("model") if isinstance(content, Mapping) else None
+    model = recipe.get("model")
     if not isinstance(model, Mapping):
         return None
     new = model.get("new") or {}
     name = model.get("path") or (f"a new {new['architecture']}" if "architecture" in new else "a caller's model")
-    task = evaluations[-1].task if evaluations else content.get("task", {}).get("type")
+    task = evaluations[-1].task if evaluations else recipe.get("task", {}).get("type")
     return f"{name} on {task}" if task else str(name)
 
 
@@ -195,23 +203,22 @@ def headline(
     return pairs
 
 
-def no_signal_warning(rows: Sequence[Row], evaluations: Sequence[StageEvaluation], config: str | None) -> str | None:
+def no_signal_warning(rows: Sequence[Row], evaluations: Sequence[StageEvaluation], limit: int | None) -> Iterator[str]:
     """The warning about RL steps without an informative group, if there are at least three, and half of all steps."""
     trained = [row for row in rows if row.get("stage") == "train" and "groups/informative_fraction" in row]
     without_signal = [
         row for row in trained if row["groups/informative_fraction"] == 0 and not row.get("policy/grad_norm")
     ]
     if len(without_signal) < 3 or 2 * len(without_signal) < len(trained):
-        return None
-    recipe = yaml.safe_load(config) if config else None
+        return
     failed = [evaluation.metrics.get("extraction_failed") for evaluation in evaluations]
     rewards = [row["reward/mean"] for row in without_signal if row.get("reward/mean") is not None]
-    return no_signal_message(
+    yield no_signal_message(
         f"{len(without_signal)} of {len(trained)} RL steps",
         reward=sum(rewards) / len(rewards) if rewards else None,
         truncated=sum(row["rollout/truncated_fraction"] for row in without_signal) / len(without_signal),
         unanswered=failed[-1] if failed else None,
-        limit=recipe["rollout"]["max_new_tokens"] if recipe else None,
+        limit=limit,
     )
 
 
