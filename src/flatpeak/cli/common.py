@@ -278,7 +278,8 @@ class LiveProgress:
     def _end_stage(self) -> None:
         """Stop the clock of a stage that another follows, and fill its bar if it ended before its last step."""
         task = self._bars.tasks[self._tasks[self._stage]]
-        for line in early_end(self._stage, step=task.completed, total=task.total or 0):
+        line = early_end(self._stage, step=task.completed, total=task.total or 0)
+        if line is not None:
             self.say(line)
         self._bars.update(task.id, total=task.completed)
         self._bars.stop_task(task.id)

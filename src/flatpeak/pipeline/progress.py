@@ -130,7 +130,8 @@ class PlainProgress:
         """Print the step where enough time has passed since the last one."""
         text, now = self._line.update(metrics), self._clock()
         if stage not in ("eval", self._stage):
-            for line in early_end(self._stage, step=self._step, total=self._total):
+            line = early_end(self._stage, step=self._step, total=self._total)
+            if line is not None:
                 self.say(line)
         if stage != "eval":
             self._stage, self._step, self._total = stage, step, total
@@ -174,13 +175,11 @@ def _discard(stream: TextIO) -> None:
         os.close(nowhere)
 
 
-def early_end(stage: str, *, step: float, total: float) -> list[str]:
+def early_end(stage: str, *, step: float, total: float) -> str | None:
     """The line about a stage that another one follows, if it ended before its last step; only SFT can."""
-    return (
-        [f"{stage}: ended after {step:.0f} of {total:.0f} steps, because sft.stop_at was reached"]
-        if step < total
-        else []
-    )
+    if step == total:
+        return None
+    return f"{stage}: ended after {step:.0f} of {total:.0f} steps, because sft.stop_at was reached"
 
 
 class MetricsLine:
