@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from flatpeak.rewards.countdown import CountdownReward, evaluate
 from flatpeak.rewards.format import FormatReward
 from flatpeak.rewards.numeric_answer import NumberReward, extract_answer
 from flatpeak.rewards.reward_set import as_reward
+from support.cpu_time import cpu_seconds_below
 
 P = "<think>x</think>\n<answer>"
 TAG = NumberReward(extraction="answer_tag")
@@ -90,9 +89,8 @@ def test_grouped_and_negative_numbers_are_not_cut(completion, prompt, extraction
 
 
 def test_countdown_rejects_a_tower_of_powers_at_once():
-    start = time.process_time()
-    assert evaluate("99**99**99") is None
-    assert time.process_time() - start < 0.1
+    with cpu_seconds_below(0.1):
+        assert evaluate("99**99**99") is None
 
 
 def test_countdown_rejects_floor_division(completion, prompt):
