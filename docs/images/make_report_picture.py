@@ -25,10 +25,10 @@ def find_browser() -> str:
     sys.exit(f"no browser: install one of {', '.join(BROWSERS)}")
 
 
-def photograph(report: Path, picture: Path) -> None:
-    """The top of the page as a PNG of WIDTH x HEIGHT pixels."""
-    options = ("--headless", "--no-sandbox", "--hide-scrollbars", f"--window-size={WIDTH},{HEIGHT}")
-    command = [find_browser(), *options, f"--screenshot={picture}", report.resolve().as_uri()]
+def photograph(page: Path, picture: Path, *, height: int = HEIGHT) -> None:
+    """The top of the page as a PNG of WIDTH x height pixels."""
+    options = ("--headless", "--no-sandbox", "--hide-scrollbars", f"--window-size={WIDTH},{height}")
+    command = [find_browser(), *options, f"--screenshot={picture}", page.resolve().as_uri()]
     subprocess.run(command, check=True, capture_output=True)
 
 

@@ -272,7 +272,9 @@ class SavesModel(Protocol):
 class Progress(Protocol):
     """The display of a run's progress; it may show nothing.
 
-    It may have a method `say(text)`, which is called with lines about the run: what is trained, and what is checked.
+    It may have a method `say(text)`, which is called with lines about the run: what is trained, and what is checked. It
+    may also have a method `sampled(completions, total)`, which is called while the completions of a step or of an
+    evaluation are sampled.
     """
 
     def update(self, stage: str, *, step: int, total: int, metrics: Mapping[str, float]) -> None:

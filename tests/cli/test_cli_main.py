@@ -39,9 +39,30 @@ def test_help_answers_in_half_a_second_without_torch():
 
 def test_the_list_of_commands_cuts_no_sentence_short():
     done = command("--help")
-    listed = done.stdout.split("Commands:\n")[1].splitlines()
-    assert len(listed) >= len(COMMANDS)
+    groups = done.stdout.split("Train:\n")[1].splitlines()
+    listed = [line for line in groups if line.startswith("  ")]
+    assert {line.split()[0] for line in listed} >= set(COMMANDS)
+    assert [line for line in groups if line and line not in listed] == [
+        "Look at runs and models:",
+        "Prepare:",
+        "Share:",
+    ]
     assert all(line.endswith(".") and "..." not in line for line in listed), listed
+
+
+@pytest.mark.parametrize(
+    ("word", "completions"),
+    [
+        ("optimizer.learning", ["optimizer.learning_rate"]),
+        ("optim", ["optimizer."]),
+        ("task", ["task."]),
+        ("nothing", []),
+    ],
+)
+def test_a_shell_completes_the_keys_of_settings(word, completions):
+    asked = {"_FLATPEAK_COMPLETE": "complete_bash", "COMP_WORDS": f"flatpeak train flatpeak:demo {word}"}
+    done = command(env={**os.environ, **asked, "COMP_CWORD": "3"})
+    assert done.stdout.split() == completions
 
 
 @pytest.mark.parametrize("name", COMMANDS)

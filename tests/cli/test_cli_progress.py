@@ -191,3 +191,32 @@ def test_a_log_says_that_a_stage_ended_early():
     progress.update("train", step=2, total=10, metrics={})
     early = [line for line in stream.getvalue().splitlines() if "ended" in line]
     assert early == ["sft: ended after 280 of 2000 steps, because sft.stop_at was reached"]
+
+
+def test_completions_have_a_bar_until_all_are_sampled_and_none_where_sampling_is_quick():
+    with open_progress(Terminal()) as live:
+        live.sampled(0, 64)
+        (bar,) = live._bars.tasks
+        live.sampled(16, 64)
+        assert (bar.completed, bar.total, bar.visible) == (16, 64, True)
+        live.sampled(64, 64)
+        assert not bar.visible
+        live.sampled(0, 32)  # the request before took less than a second
+        live.sampled(8, 32)
+        assert (bar.completed, bar.total, bar.visible) == (8, 32, False)
+        bar.start_time -= 2
+        live.sampled(32, 32)
+        live.sampled(0, 32)
+        live.sampled(8, 32)
+        assert bar.visible
+
+
+def test_a_log_counts_the_completions_of_a_slow_request_every_half_minute():
+    stream, clock = io.StringIO(), Clock()
+    progress = PlainProgress(stream, clock=clock)
+    for _ in range(2):
+        for sampled in range(0, 101, 10):
+            progress.sampled(sampled, 100)
+            clock.now += 7.0
+    counted = ["sampled 50/100 completions"]
+    assert stream.getvalue().splitlines() == counted * 2

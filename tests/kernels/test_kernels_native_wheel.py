@@ -1,4 +1,4 @@
-"""The compiled kernels that travel in a wheel."""
+"""A wheel, installed elsewhere: its commands, and the compiled kernels that it brings."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 
@@ -71,3 +73,29 @@ def test_a_wheel_brings_kernels_to_a_machine_without_a_compiler(tmp_path: Path) 
     loaded, width = run("-c", LOAD, source=site, PATH=str(home), CXX="", XDG_CACHE_HOME=str(home)).split()
     assert (Path(loaded), int(width)) == (site / folder / file_name(level), WIDTHS[level])
     assert list(home.iterdir()) == []
+
+
+def test_a_wheel_in_a_new_environment_trains(tmp_path: Path) -> None:
+    tree, environment = tmp_path / "tree", tmp_path / "environment"
+    shutil.copytree(ROOT / "src", tree / "src", ignore=shutil.ignore_patterns("__pycache__", "prebuilt"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
+        shutil.copy(ROOT / name, tree)
+    run("-c", BUILD, str(tree), source=tree / "src")
+    (wheel,) = tree.glob("*.whl")
+    venv.create(environment, with_pip=True)
+    python, command = environment / "bin" / "python", environment / "bin" / "flatpeak"
+    # The dependencies are those of this environment; its own flatpeak comes after the new one.
+    (site,) = environment.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def call(*arguments: str | Path) -> str:
+        done = subprocess.run(arguments, env=clean, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    call(python, "-m", "pip", "install", "--no-deps", "--no-index", wheel)
+    assert Path(call(python, "-c", "import flatpeak; print(flatpeak.__file__)").strip()).is_relative_to(site)
+    printed = call(command, "demo", "sft.steps=1", "training.steps=1")
+    assert (tmp_path / "runs" / "demo" / "report.html").is_file()
+    assert "next: flatpeak chat" in printed

@@ -27,6 +27,16 @@ if TYPE_CHECKING:
     from flatpeak.pipeline.run_result import RunResult
     from flatpeak.runs.summary import EvaluationStage, RunSummary
 
+
+def _settings_that_begin(incomplete: str) -> list[str]:
+    """The keys of settings for the completion of a shell; a longer key only after its section."""
+    from flatpeak.config.settings_reference import settings_reference
+
+    keys = {setting.key for section in settings_reference() for setting in section.settings}
+    following = {incomplete + key[len(incomplete) :].partition(".")[0] for key in keys if key.startswith(incomplete)}
+    return sorted(key if key in keys else f"{key}." for key in following)
+
+
 RecipeArgument = Annotated[
     str,
     typer.Argument(
@@ -37,6 +47,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
+        autocompletion=_settings_that_begin,
         help="Settings to change, such as optimizer.learning_rate=1e-5; `flatpeak settings` explains them.",
     ),
 ]
@@ -47,6 +58,8 @@ PrintConfig = Annotated[bool, typer.Option("--print-config", help="Print the who
 
 _WIDE = 110
 """Columns of a terminal from which on the times beside a bar are named."""
+_SLOW_SECONDS = 1.0
+"""Completions that take longer have a bar the next time; for quicker ones it would flicker."""
 ANSWER_WIDTH = 100
 """The most characters of a question or an answer that a command prints."""
 
@@ -256,6 +269,8 @@ class LiveProgress:
         self._bars = bars
         self._tasks: dict[str, TaskID] = {}
         self._line = MetricsLine(metric=metric)
+        self._completions: TaskID | None = None
+        self._are_slow = True
         self._stage = ""
         self._metrics: Mapping[str, float] = {}
         self._said: set[str] = set()
@@ -283,6 +298,16 @@ class LiveProgress:
             self.say(line)
         self._bars.update(task.id, total=task.completed)
         self._bars.stop_task(task.id)
+
+    def sampled(self, completions: int, total: int) -> None:
+        """Show the completions of a step or an evaluation in a bar of their own, until all are sampled."""
+        if self._completions is None:
+            self._completions = self._bars.add_task("completions", total=total, metrics="")
+        elif completions == 0:
+            self._bars.reset(self._completions, total=total)
+        if completions == total:
+            self._are_slow = (self._bars.tasks[self._completions].elapsed or 0) > _SLOW_SECONDS
+        self._bars.update(self._completions, completed=completions, visible=self._are_slow and completions < total)
 
     def notice(self, text: str) -> None:
         """Print the notice above the bars."""

@@ -40,6 +40,19 @@ class CommandGroup(TyperGroup):
             raise UserError(f"no command {args[0]}: {ELSEWHERE[args[0]]}")
         return super().resolve_command(ctx, args)
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands in groups."""
+        commands: dict[str, Any] = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        longest = max(map(len, commands))
+        for title in dict.fromkeys(command.rich_help_panel for command in commands.values()):
+            rows = [
+                (name.ljust(longest), command.get_short_help_str(formatter.width - longest - 6))
+                for name, command in commands.items()
+                if command.rich_help_panel == title
+            ]
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
 
 class SettingsCommand(TyperCommand):
     """A command that takes settings as KEY=VALUE."""
@@ -96,33 +109,36 @@ app = typer.Typer(
     cls=CommandGroup,
     help="GRPO post-training that climbs to flat reward peaks. A recipe is a YAML file, or a shipped one such as "
     "flatpeak:demo; key.path=value changes any of its settings.",
-    add_completion=False,
+    add_completion=True,
     no_args_is_help=True,
     # Plain help, because importing rich to draw boxes would double the time of `--help`.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+TRAIN, LOOK, PREPARE, SHARE = "Train", "Look at runs and models", "Prepare", "Share"
 # The list of commands would cut off the first sentence of some help texts; these have a shorter one.
-app.command("demo", cls=SettingsCommand)(train.demo)
-app.command("plan", cls=SettingsCommand, short_help="Show what a recipe will run, and whether it fits.")(recipes.plan)
-app.command("sft", cls=SettingsCommand)(train.sft)
-app.command("train", cls=SettingsCommand, short_help="Train by reinforcement learning, after SFT if set.")(train.train)
-app.command("fork", cls=SettingsCommand, short_help="Train on from a checkpoint, with changed settings.")(train.fork)
-app.command("sweep", cls=SettingsCommand, short_help="Run arms, axes and seeds in parallel, into one table.")(
-    train.sweep
-)
-app.command("reward-model", cls=SettingsCommand)(train.reward_model)
-app.command("eval", cls=SettingsCommand)(evaluate.evaluate)
-app.command("chat")(evaluate.chat)
-app.command("grade", short_help="Grade answers against gold answers.")(evaluate.grade)
-app.command("export", short_help="Write a run's model as one Hugging Face directory.")(publish.export)
-app.command("serve", short_help="Start a vLLM server for rollouts.")(publish.serve)
-app.command("push", short_help="Upload a run's model to the Hugging Face Hub.")(publish.push)
-app.command("explain", short_help="Show one group of a step as the algorithm saw it.")(report.explain)
-app.command("report", short_help="Rebuild report pages; compare runs, or a sweep's arms.")(report.report)
-app.command("settings", short_help="Explain the settings of a recipe.")(recipes.settings)
-app.command("recipes", short_help="List the shipped recipes, or print one.")(recipes.recipes)
-app.command("doctor", short_help="Check this machine and installation.")(doctor)
+for name, command, title, is_changed_by_settings, short_help in (
+    ("demo", train.demo, TRAIN, True, None),
+    ("train", train.train, TRAIN, True, "Train by reinforcement learning, after SFT if set."),
+    ("sft", train.sft, TRAIN, True, None),
+    ("reward-model", train.reward_model, TRAIN, True, None),
+    ("fork", train.fork, TRAIN, True, "Train on from a checkpoint, with changed settings."),
+    ("sweep", train.sweep, TRAIN, True, "Run arms, axes and seeds in parallel, into one table."),
+    ("report", report.report, LOOK, False, "Rebuild report pages; compare runs, or a sweep's arms."),
+    ("explain", report.explain, LOOK, False, "Show one group of a step as the algorithm saw it."),
+    ("chat", evaluate.chat, LOOK, False, None),
+    ("eval", evaluate.evaluate, LOOK, True, None),
+    ("grade", evaluate.grade, LOOK, False, "Grade answers against gold answers."),
+    ("recipes", recipes.recipes, PREPARE, False, "List the shipped recipes, or print one."),
+    ("settings", recipes.settings, PREPARE, False, "Explain the settings of a recipe."),
+    ("plan", recipes.plan, PREPARE, True, "Show what a recipe will run, and whether it fits."),
+    ("doctor", doctor, PREPARE, False, "Check this machine and installation."),
+    ("serve", publish.serve, PREPARE, False, "Start a vLLM server for rollouts."),
+    ("export", publish.export, SHARE, False, "Write a run's model as one Hugging Face directory."),
+    ("push", publish.push, SHARE, False, "Upload a run's model to the Hugging Face Hub."),
+):
+    kind = SettingsCommand if is_changed_by_settings else TyperCommand
+    app.command(name, cls=kind, rich_help_panel=title, short_help=short_help)(command)
 
 
 @app.callback(invoke_without_command=True)

@@ -16,7 +16,7 @@ from flatpeak.pipeline.request import Algorithm, CallerObjects, check_given_agai
 from flatpeak.pipeline.rollout_engines import build_sampler
 from flatpeak.pipeline.run_data import RunData, RunTasks, make_data, make_prompts, open_tasks
 from flatpeak.pipeline.run_rewards import RunRewards, open_rewards, prepare_reward, rewards_of
-from flatpeak.pipeline.samplers import make_sampler
+from flatpeak.pipeline.samplers import DisplayedSampler, make_sampler
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Progress, Sampler
 from flatpeak.runs.signals import StopSignals
@@ -88,7 +88,7 @@ def build_components(
         resources.callback(policy.release)
         announce_recipe(config, policy, tasks.main, progress)
         data = make_data(config, tasks, policy, progress)
-        sampler = make_sampler(config, objects.sampler, policy, ranks=ranks)
+        sampler = DisplayedSampler(make_sampler(config, objects.sampler, policy, ranks=ranks), progress)
         resources.callback(sampler.close)
         name = tasks.main.name
         evaluator = build_evaluator(
@@ -136,7 +136,7 @@ def open_evaluation(config: RunConfig, *, progress: Progress) -> Iterator[Policy
         resources.callback(policy.release)
         name = tasks.main.name
         prompts = make_prompts(config, tasks.main.test, policy, progress, split=f"{name} test")
-        sampler = build_sampler(policy, config, trains=False)
+        sampler = DisplayedSampler(build_sampler(policy, config, trains=False), progress)
         resources.callback(sampler.close)
         evaluator = build_evaluator(
             config,

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from flatpeak.protocols import Progress, Task
 
 SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BETWEEN_COUNTS = 30.0
+"""Between lines about the completions of one step or evaluation."""
 
 _STEP_METRICS = (  # name, label, format
     ("sft/loss", "loss", "{:.3f}"),
@@ -122,6 +124,7 @@ class PlainProgress:
         self._line = MetricsLine(metric=metric)
         self._printed: float | None = None
         self._updated: float | None = None
+        self._counted = 0.0
         self._began: dict[str, tuple[int, float]] = {}
         self._said: set[str] = set()
         self._stage, self._step, self._total = "", 0, 0
@@ -157,6 +160,15 @@ class PlainProgress:
         if text not in self._said:
             self._said.add(text)
             self._print(text)
+
+    def sampled(self, completions: int, total: int) -> None:
+        """Print how many completions of a slow request are sampled."""
+        now = self._clock()
+        if completions == 0:
+            self._counted = now
+        elif completions < total and now - self._counted >= SECONDS_BETWEEN_COUNTS:
+            self._counted = now
+            self._print(f"sampled {completions}/{total} completions")
 
     def _print(self, text: str) -> None:
         # A pipe whose reader has ended (`| head`), a full disk, a closed stream: the run matters more.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from flatpeak.distributed.shared_rollouts import ServedSampler
 from flatpeak.errors import UserError
 from flatpeak.pipeline.rollout_engines import RolloutProcess, build_sampler, configure_policy, served_sampler
 from flatpeak.policy.model import Policy
-from flatpeak.protocols import Sampler, SamplerLike, Tokenizer
+from flatpeak.protocols import Progress, Sampler, SamplerLike, Tokenizer, WrappedSampler
 from flatpeak.rollout.ahead import RolloutsAhead
 from flatpeak.rollout.config import VLLMConfig
 from flatpeak.rollout.vllm.sampler import DrawingThread
@@ -179,3 +179,25 @@ class CheckedSampler(Sampler):
         if completion.text or not completion.token_ids:
             return completion
         return replace(completion, text=self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+
+
+class DisplayedSampler(WrappedSampler):
+    """A sampler that shows how many completions of a request are sampled, on a display with a method for that."""
+
+    def __init__(self, sampler: Sampler, progress: Progress) -> None:
+        super().__init__(sampler)
+        self._show: Callable[[int, int], None] = getattr(progress, "sampled", lambda completions, total: None)
+
+    def stream(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
+    ) -> Iterator[tuple[int, Group]]:
+        """The groups of the wrapped sampler, as they finish."""
+        sampled, total = 0, len(prompts) * group_size
+        self._show(sampled, total)
+        try:
+            for index, group in self.sampler.stream(prompts, group_size=group_size, sampling=sampling, seed=seed):
+                sampled += group_size
+                self._show(sampled, total)
+                yield index, group
+        finally:
+            self._show(total, total)

@@ -118,6 +118,10 @@ class RecordedProgress:
         """Pass on a line about the run without logging it, if the display has a method for such lines."""
         getattr(self._progress, "say", lambda text: None)(redact(text))
 
+    def sampled(self, completions: int, total: int) -> None:
+        """Pass on how many completions of a request are sampled, if the display has a method for that."""
+        getattr(self._progress, "sampled", lambda completions, total: None)(completions, total)
+
 
 def read_notices(path: Path) -> list[Row]:
     """The rows of a notices.jsonl, in order; empty if the file does not exist."""
