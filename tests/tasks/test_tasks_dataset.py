@@ -28,6 +28,13 @@ def test_a_list_of_dicts_holds_out_a_tenth_of_its_questions() -> None:
     assert sides(task_of(ROWS)) == sides(task)
 
 
+def test_the_first_held_out_questions_of_sorted_data_are_from_all_of_it() -> None:
+    task = task_of([{"prompt": f"{number}?", "answer": number} for number in range(1000)])
+    first = [int(example.gold) for example in task.test[:20]]
+    assert len({number // 100 for number in first}) > 5
+    assert [int(example.gold) for example in task.train] == sorted(set(range(1000)) - {int(e.gold) for e in task.test})
+
+
 def test_equal_questions_stay_on_one_side_and_two_questions_are_enough() -> None:
     task = task_of([{"prompt": "a?"}, {"prompt": "b?"}, {"prompt": "A?"}, {"prompt": "b ?"}])
     assert sorted((len(task.train), len(task.test))) == [2, 2]

@@ -13,6 +13,8 @@ from flatpeak.config.schema_types import alternatives, elements, literals, model
 from flatpeak.errors import nearest
 
 _LONGEST_VALUE = 60
+_PLAIN_TYPES = (bool, int, float, str)
+_MUST_BE = ": must be "
 _EXPECTED = {
     "int_parsing": "must be a whole number",
     "int_type": "must be a whole number",
@@ -32,9 +34,12 @@ def describe_errors(
 
     `schema` is the model of the whole file; `kind` is the word for such a file.
     """
-    return "; ".join(
-        _describe_error(problem, schema, kind) for problem in problems if not _is_consequence(problem, problems)
-    )
+    expected: dict[str, list[str]] = {}  # a setting of several types has an error for each
+    for problem in problems:
+        if not _is_consequence(problem, problems):
+            text, _, what = _describe_error(problem, schema, kind).partition(_MUST_BE)
+            expected.setdefault(text, []).append(what)
+    return "; ".join(text + _MUST_BE * any(whats) + " or ".join(whats) for text, whats in expected.items())
 
 
 def _is_consequence(problem: Mapping[str, Any], problems: Sequence[Mapping[str, Any]]) -> bool:
@@ -51,6 +56,8 @@ def _describe_error(problem: Mapping[str, Any], schema: type[BaseModel], kind: s
     match problem["type"]:
         case "extra_forbidden" | "invalid_key":
             text = _unknown_keys(path, problem["input"], annotation, schema, kind)
+        case "missing" if isinstance(problem["loc"][-1], int):
+            text = f"{'.'.join(path[:-1])}={_shortened(problem['input'])}: element {problem['loc'][-1]} is missing"
         case "missing":
             text = f"{key} is missing: give it in {kind.replace('a ', 'the ', 1)} or as an override"
         case "union_tag_not_found":
@@ -202,7 +209,7 @@ def _not_allowed(key: str, value: Any, allowed: Sequence[Any]) -> str:
 def _locate(location: Sequence[str | int], schema: type[BaseModel]) -> tuple[list[str], Any]:
     """The dotted path of an error, and its annotation; for a key that does not exist, the annotation of its model.
 
-    pydantic puts the tag of a union's member into the location (task, gsm8k, path); recipes do not have it.
+    pydantic puts the tag or the type of a union's member into the location (task, gsm8k, path); recipes do not have it.
     """
     path: list[str] = []
     annotation: Any = schema
@@ -210,6 +217,8 @@ def _locate(location: Sequence[str | int], schema: type[BaseModel]) -> tuple[lis
         members = _union_members(annotation)
         if members and step in members:
             annotation = members[str(step)]
+            continue
+        if step in {kind.__name__ for kind in alternatives(annotation) if kind in _PLAIN_TYPES}:
             continue
         path.append(str(step))
         models = list(models_of(annotation))

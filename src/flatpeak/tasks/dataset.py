@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -123,13 +124,21 @@ def _plain(value: Any) -> Any:
 
 
 def _split(examples: Sequence[Example], notice: str) -> ExampleTask:
-    """Hold out the questions whose hashes are the smallest, at least one of them, with all their rows."""
+    """Hold out the questions whose hashes are the smallest, at least one of them, with all their rows.
+
+    They are in the order of their hashes, so that the first of them (`evaluation.size`) represent sorted data as well.
+    """
     keys = [question_key(example.question) for example in examples]
     ordered = sorted(set(keys), key=lambda key: hashlib.sha256(key.encode()).digest())
     if len(ordered) < 2:
         raise UserError("dataset has one question: give at least two, one to train on and one to hold out")
-    test_keys = set(ordered[: max(1, round(FRACTION * len(ordered)))])
-    sides: tuple[list[Example], list[Example]] = ([], [])
+    test_keys = ordered[: max(1, round(FRACTION * len(ordered)))]
+    position = {key: index for index, key in enumerate(test_keys)}
+    train, test = list[Example](), list[tuple[int, Example]]()
     for example, key in zip(examples, keys, strict=True):
-        sides[key in test_keys].append(example)
-    return ExampleTask(name="dataset", train=sides[0], test=sides[1], notices=(notice,))
+        if key in position:
+            test.append((position[key], example))
+        else:
+            train.append(example)
+    test.sort(key=itemgetter(0))
+    return ExampleTask(name="dataset", train=train, test=[example for _, example in test], notices=(notice,))
