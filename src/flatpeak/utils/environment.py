@@ -12,7 +12,7 @@ from flatpeak.kernels.processor import vendor
 
 DEFAULTS: Final = {
     # Threads that spin while waiting made runs on a busy machine 13 to 20 times slower; a bounded spin does not help
-    # (docs/engine.md, Threads).
+    # (docs/results/performance.md, Threads).
     "OMP_WAIT_POLICY": "PASSIVE",
     # Its threads would warn at every fork.
     "TOKENIZERS_PARALLELISM": "false",

@@ -1,8 +1,7 @@
-"""The code that docs/scaling.md shows for other trainers, run against stand-ins of their extension points."""
+"""examples/peers: flatpeak in other trainers, run against stand-ins of their extension points."""
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,15 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
+PEERS = Path(__file__).parents[2] / "examples" / "peers"
 RATIO = [1.5, 0.5, 5.0, 1.0]
 ADVANTAGES = [1.0, 1.0, -1.0, 2.0]
 
 
-def block(word: str) -> str:
-    """The one block of Python on the page with this word in it."""
-    (found,) = [one for one in re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.M | re.S) if word in one]
-    return found
+def code(name: str) -> str:
+    return (PEERS / name).read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -54,7 +51,7 @@ def test_the_loss_for_verl_is_registered_and_clips_as_it_says(install):
         agg_loss=token_mean,
         register_policy_loss=lambda name: lambda function: registered.setdefault(name, function),
     )
-    exec(block("register_policy_loss"), {})
+    exec(code("verl_loss.py"), {})
     config = SimpleNamespace(global_batch_info={"dp_size": 2, "batch_num_tokens": 8})
     log_prob, old = torch.tensor([RATIO]).log(), torch.zeros(1, 4)
     mask = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
@@ -83,7 +80,7 @@ def test_the_loss_for_prime_rl_sums_over_the_mask_with_its_weights(install):
 
     install("prime_rl.trainer.rl.loss", LossInputs=LossInputs, LossOutputs=LossOutputs)
     names: dict[str, Any] = {}
-    exec(block("prime_rl"), names)
+    exec(code("prime_rl_loss.py"), names)
     inputs = LossInputs(
         trainer_logprobs=torch.tensor(RATIO).log(),
         inference_logprobs=torch.zeros(4),
@@ -114,10 +111,10 @@ def test_the_engine_for_verl_leaves_the_regularized_gradient(install):
             return "outputs"
 
     install("verl.workers.engine.fsdp.transformer_impl", FSDPEngineWithLMHead=Engine)
-    code = block("forward_backward_batch").replace(
+    changed = code("verl_gradient_regularization.py").replace(
         'strength="calibrated:3"', 'strength=0.1, step=1e-4, perturbed="all", difference="central"'
     )
-    exec(code, {})
+    exec(changed, {})
     engine = Engine()
     assert engine.forward_backward_batch([1.0], None, True) == "outputs"
     assert engine.module.weight.grad is None
