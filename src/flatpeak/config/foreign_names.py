@@ -59,6 +59,7 @@ FOREIGN_NAMES: Final = {
     "dataset_train_split": "task.train.0.split",
     "deepspeed": _SHARDS,
     "disable_dropout": "model.dropout, which is off by default",
+    "enable_gradient_checkpointing": "training.activation_checkpointing",
     "entropy_coeff": "objective.entropy_coefficient",
     "eps_clip": _CLIP,
     "eps_clip_low_high": _CLIP,
