@@ -74,8 +74,8 @@ SAME: Final = {
 PAGE: Final = '''
 # Coming from TRL, verl or OpenRLHF
 
-This page shows how to write TRL scripts and verl commands for flatpeak, which defaults differ, and what is missing.
-Its tables are also in the command line. Type a name that you know, and flatpeak answers with its own:
+This page shows flatpeak's equivalents of TRL scripts and verl commands, which defaults differ, and what flatpeak lacks.
+The command line knows the same tables. Type a name that you know, and flatpeak answers with its own:
 
 ```text
 $ flatpeak train flatpeak:tasks/gsm8k model.path=Qwen/Qwen2.5-0.5B-Instruct actor_rollout_ref.actor.kl_loss_coef=0.001
@@ -128,11 +128,11 @@ flatpeak train flatpeak:tasks/gsm8k model.path=Qwen/Qwen2.5-0.5B-Instruct run.na
 The settings of the last line are verl's defaults, except for the KL. verl can also call flatpeak's losses and gradient
 regularization ([scaling](scaling.md)).
 
-## Defaults that differ
+## Defaults side by side
 
 | | flatpeak | TRL 1.16 | verl |
 |---|---|---|---|
-| Average over tokens | `sequence_mean`: per completion first | `dapo`: all tokens alike | `token-mean`: all tokens alike |
+| Average | `sequence_mean`: per completion first | `dapo`: all tokens alike | `token-mean`: all tokens alike |
 | Divisor of advantages | group's std + 1e-6 | group's std + 1e-4 | group's std + 1e-6 (`grpo`) |
 | KL | coefficient 0; k3, in the loss | `beta` 0; k3 times the ratio, in the loss | none; `use_kl_loss` adds 0.001 |
 | Clip | 0.2 / 0.2 | 0.2 / 0.2 | 0.2 / 0.2, and dual clip 3 |
@@ -145,16 +145,14 @@ regularization ([scaling](scaling.md)).
 | Dropout of the model | off | on (`disable_dropout` is false) | |
 | Evaluation | before training, every 50 steps, at the end | none | before training |
 
-TRL's column is `GRPOConfig` of the installed package. verl's is its `_generated_ppo_trainer.yaml` at 035682e. There
-`adv_estimator` is `gae`: GRPO must be chosen. So it must in OpenRLHF, which also defaults to a k1 KL of 0.01 in the
-reward. In flatpeak GRPO is the default.
+TRL's column is `GRPOConfig` of 1.16.0, verl's `_generated_ppo_trainer.yaml` at 035682e. GRPO is the default of flatpeak
+and TRL. verl and OpenRLHF default to GAE with a critic. OpenRLHF also subtracts a KL (k1, 0.01) from the reward.
 
-Three more differences:
+Two more differences:
 
 - **Batch sizes.** A step samples `rollout.prompts_per_step` times `rollout.group_size` completions.
   `training.minibatches` says how many updates they make. `training.micro_batch_tokens` bounds memory and never changes
   the gradient.
-- **Missing rewards.** A reward of None leaves the group's statistics and the loss. It never counts as 0.
 - **Resume.** A resumed run ends with the same weights, bit for bit, as an uninterrupted run on the same machine.
 
 ## What flatpeak does not have
