@@ -178,7 +178,7 @@ FOREIGN_NAMES: Final = {
     "use_vllm": "rollout.engine.type=vllm",
     "val_files": "task.test.0.path",
     "vllm_importance_sampling_cap": "objective.sampler_correction.cap",
-    "vllm_mode": "the command flatpeak serve MODEL, whose --sleep shares one GPU, and rollout.engine.type=vllm",
+    "vllm_mode": "the command flatpeak serve MODEL, where --sleep shares one GPU, and rollout.engine.type=vllm",
     "warmup_ratio": "optimizer.warmup_steps",
 } | {
     f"{key}={algorithm}": f"a recipe: extends: {recipe}"
