@@ -13,8 +13,10 @@ import pytest
 
 import flatpeak
 from flatpeak.config.error_messages import known_keys
-from flatpeak.config.foreign_names import FOREIGN_NAMES
+from flatpeak.config.foreign_names import FOREIGN_NAMES, translate
+from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.config.run_config import RunConfig
+from flatpeak.errors import UserError
 from flatpeak.rewards.reward_set import as_reward
 from flatpeak.tasks.dataset import task_of
 from flatpeak.types import Completion, Group, Prompt
@@ -59,7 +61,15 @@ def _endings(name: str) -> Iterator[str]:
         yield ".".join(words[start:]) + equals + value
 
 
-def test_names_that_the_command_line_guesses_are_keys(script: ModuleType) -> None:
+def test_the_command_line_gives_the_answers_of_the_page(script: ModuleType) -> None:
+    for name in {name for names in script.PEERS.values() for name in names}:
+        key, _, value = name.partition("=")
+        with pytest.raises(UserError) as error:
+            parse_config(load_recipe("flatpeak:tasks/gsm8k", ["model.path=x", f"{key}={value or 7}"]))
+        assert (translate(key.split("."), value) or script.SAME[name]) in str(error.value)
+
+
+def test_a_name_that_the_command_line_does_not_know_has_no_row(script: ModuleType) -> None:
     assert set(script.SAME.values()) <= set(known_keys())
     with pytest.raises(KeyError):
         script.answer("no_such_name")
