@@ -148,6 +148,18 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert [link for link in links if not (path.parent / link).exists()] == []
 
 
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"(?ms)^```.*?^```", "", read(path)), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, *sorted(ROOT.glob("docs/results/*.md"))], ids=lambda path: path.stem)
+def test_links_to_a_heading_name_one_of_the_page(path: Path) -> None:
+    links = re.findall(r"\]\((?!https?://)([^)#]*\.md)?#([^)]+)\)", read(path))
+    assert [link for link in links if link[1] not in anchors(path.parent / link[0] if link[0] else path)] == []
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
 def test_files_named_in_prose_exist(path: Path) -> None:
     named = re.findall(r"`((?:src|docs|examples|tests)/[\w./]+|[a-z]+/[a-z_]+\.py)`", read(path))
