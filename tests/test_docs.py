@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
+from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -32,6 +33,7 @@ from flatpeak.types import Completion, Example, Group, Prompt, Score
 from flatpeak.utils.peak_memory import ProcessPeak
 from support.recipes import unsaid
 from support.reward_functions import varied
+from support.sentences import pages, sentences
 from support.structure import LAYERS
 
 ROOT = Path(__file__).parents[1]
@@ -146,6 +148,18 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert [link for link in links if not (path.parent / link).exists()] == []
 
 
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"(?ms)^```.*?^```", "", read(path)), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, *sorted(ROOT.glob("docs/results/*.md"))], ids=lambda path: path.stem)
+def test_links_to_a_heading_name_one_of_the_page(path: Path) -> None:
+    links = re.findall(r"\]\((?!https?://)([^)#]*\.md)?#([^)]+)\)", read(path))
+    assert [link for link in links if link[1] not in anchors(path.parent / link[0] if link[0] else path)] == []
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
 def test_files_named_in_prose_exist(path: Path) -> None:
     named = re.findall(r"`((?:src|docs|examples|tests)/[\w./]+|[a-z]+/[a-z_]+\.py)`", read(path))
@@ -258,6 +272,20 @@ def test_the_file_map_has_every_folder() -> None:
     assert folders <= set(paths)
     top = {path.relative_to(ROOT).as_posix() for path in (ROOT / "src" / "flatpeak").glob("[a-z]*.py")}
     assert top <= set(paths)
+
+
+GUIDES = [path for path in pages() if "results" not in path.parts and sentences(read(path))]
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
+def test_sentences_of_a_guide_have_at_most_twenty_words_on_average(path: Path) -> None:
+    assert mean(sentences(read(path))) <= 20
+
+
+def test_sentences_are_counted_without_code_tables_and_headings() -> None:
+    page = "# A head\n\nOne two three `code in\nline` five. Dr. Who counts, e.g. 3.5 words: eight of them.\n\n"
+    page += "| a | table |\n\n```sh\nnothing here counts\n```\n- an item here\n- `lonely tick\n\nends `here` again\n"
+    assert sentences(page) == [5, 9, 3, 3]
 
 
 def test_readme_is_short_and_its_afternoon_is_sixteen_files() -> None:

@@ -1,4 +1,4 @@
-"""docs/gradient_regularization.md says what its script measures, and what it says of the figures is so."""
+"""docs/results/gradient_regularization.md has what its script measures, and the guide's keys, loops and names work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from flatpeak.functional import hessian_vector_product, importance_ratio
 from flatpeak.integrations.arguments import GradientRegularizationArguments
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "gradient_regularization.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "docs" / "gradient_regularization.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "results" / "gradient_regularization.md").read_text(encoding="utf-8")
 COMMAND = re.compile(r"^`python docs/results/gradient_regularization\.py (\w+)`\n\n((?:\|.*\n)+)", re.MULTILINE)
 TABLES = [match[1] for match in COMMAND.finditer(PAGE)]
 Rows = list[list[str]]
@@ -80,7 +81,7 @@ def column(rows: Rows, name: str) -> dict[str, float]:
 
 def test_every_table_of_the_script_stands_on_the_page_and_no_other_command_does(script: ModuleType) -> None:
     assert sorted(TABLES) == sorted(script.TABLES)
-    commands = re.findall(r"gradient_regularization\.py (\w+)", PAGE)
+    commands = re.findall(r"`python docs/results/gradient_regularization\.py (\w+)`", PAGE)
     assert commands == TABLES
 
 
@@ -198,14 +199,14 @@ def test_conventions_give_the_factor_that_their_strength_says(measured: dict[str
 
 def test_metrics_that_are_named_are_defined() -> None:
     defined = set(re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"), re.M))
-    named = set(re.findall(r"`((?:gradreg|optimizer|policy)/\w+)`", PAGE))
+    named = set(re.findall(r"`((?:gradreg|optimizer|policy)/\w+)`", GUIDE + PAGE))
     assert len(named) > 5
     assert named <= defined
 
 
 def test_keys_that_are_shown_in_prose_are_accepted() -> None:
     fields = GradientRegularizationConfig.model_fields
-    displayed = [yaml.safe_load(text) for text in re.findall(r"`(\w+: [^`]+)`", PAGE)]
+    displayed = [yaml.safe_load(text) for text in re.findall(r"`(\w+: [^`]+)`", GUIDE + PAGE)]
     settings = [one for one in displayed if set(one) <= set(fields)]
     assert len(settings) > 8
     for one in settings:
@@ -214,7 +215,7 @@ def test_keys_that_are_shown_in_prose_are_accepted() -> None:
 
 
 def blocks() -> list[str]:
-    return re.findall(r"^```py\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"^```py\n(.*?)^```", GUIDE, flags=re.MULTILINE | re.DOTALL)
 
 
 class Bandit(nn.Module):
@@ -281,7 +282,7 @@ def test_the_second_pass_that_is_shown_penalizes_the_reweighted_loss() -> None:
 
 
 def test_arguments_of_the_drop_in_exist() -> None:
-    named = set(re.findall(r"\bgrad_reg_\w+", PAGE))
+    named = set(re.findall(r"\bgrad_reg_\w+", GUIDE))
     assert len(named) > 8
     assert named <= set(GradientRegularizationArguments.__dataclass_fields__)
 
@@ -297,7 +298,7 @@ def test_the_drop_in_has_the_names_that_are_shown(tmp_path: Path) -> None:
         "GradientRegularizedGRPOTrainer",
     }
     displayed = re.findall(r"from flatpeak\.integrations\.trl import (.+)", blocks()[2])[0].split(", ")
-    assert names <= set(re.findall(r"`(\w+)`", PAGE))
+    assert names <= set(re.findall(r"`(\w+)`", GUIDE))
     assert {*names, *displayed} <= set(drop_in.__all__)
     arguments = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "grad_reg_strength": "ratio:0.3"}
     assert drop_in.GradientRegularizedGRPOConfig(**arguments).grad_reg_enabled

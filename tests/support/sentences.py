@@ -21,7 +21,7 @@ def prose(markdown: str) -> str:
     text = re.sub(r"(?ms)^( *)```.*?^\1```", "\n\n", markdown)
     text = re.sub(r"(?m)^(?:#.*|\s*\|.*|<.*|!\[.*|\$\$.*|---)$", "\n", text)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
-    text = re.sub(r"`[^`]+`", "code", text)
+    text = re.sub(r"`(?:[^`\n]|\n(?!\n))+`", "code", text)  # never over the end of a paragraph
     text = _ABBREVIATIONS.sub(lambda match: match[0][:-1], text)
     return re.sub(r"(?m)^\s*(?:[-*]|\d+\.)\s+", "\n\n", text)
 

@@ -59,6 +59,7 @@ FOREIGN_NAMES: Final = {
     "dataset_train_split": "task.train.0.split",
     "deepspeed": _SHARDS,
     "disable_dropout": "model.dropout, which is off by default",
+    "enable_gradient_checkpointing": "training.activation_checkpointing",
     "entropy_coeff": "objective.entropy_coefficient",
     "eps_clip": _CLIP,
     "eps_clip_low_high": _CLIP,
@@ -177,7 +178,7 @@ FOREIGN_NAMES: Final = {
     "use_vllm": "rollout.engine.type=vllm",
     "val_files": "task.test.0.path",
     "vllm_importance_sampling_cap": "objective.sampler_correction.cap",
-    "vllm_mode": "the command flatpeak serve MODEL, whose --sleep shares one GPU, and rollout.engine.type=vllm",
+    "vllm_mode": "the command flatpeak serve MODEL, where --sleep shares one GPU, and rollout.engine.type=vllm",
     "warmup_ratio": "optimizer.warmup_steps",
 } | {
     f"{key}={algorithm}": f"a recipe: extends: {recipe}"
