@@ -24,14 +24,14 @@ PAGE = DOCS / "tutorial.md"
 NOTEBOOK = DOCS / "tutorial.ipynb"
 HUB_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """The model that the page names; `--run` and the tests replace it."""
-INSTALL = '''\
+INSTALL = """\
 # Installs flatpeak where it is missing. In a cloud notebook, first clone its repository, and name that folder here.
 import importlib.util
 
 CHECKOUT = ".."
 if importlib.util.find_spec("flatpeak") is None:
     %pip install -q "torch>=2.11,<2.14"
-    %pip install -q {CHECKOUT}'''
+    %pip install -q {CHECKOUT}"""
 """The first cell of the notebook. `-e` would need a restart of the kernel."""
 
 _BLOCK = re.compile(
@@ -87,7 +87,7 @@ def renew(page: str, model: str) -> str:
     """The page with the output of a new run; its pictures are saved."""
     import matplotlib
 
-    matplotlib.use("svg")
+    matplotlib.use("agg")
     parts, end, names = [], 0, {}
     for block in read_blocks(page):
         printed = run_block(block, names, model=model)
