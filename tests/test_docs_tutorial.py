@@ -182,9 +182,9 @@ def test_the_small_runs_end_as_the_page_says(tmp_path: Path) -> None:
     for shown, printed in (own, spo, (healthy[0].splitlines()[0], healthy[1].splitlines()[0])):
         assert differences(shown, printed, tolerance=0.15) == []
     rows = table(healthy[1])
-    assert all(reward < accuracy for reward, accuracy, *_ in rows.values())
-    assert rows[100][3] < rows[20][3]
-    assert rows[100][2] < 0.88, "fewer groups teach than in the first step"
+    assert all(rows[step][0] < rows[step][1] for step in (20, 60, 100))
+    assert rows[100][2] < rows[1][2] - 0.1
+    assert rows[100][3] < rows[1][3] - 0.1
     assert max(table(fast[1])[100][:3]) < 0.1
     assert table(strict[1])[100][:3] == [0, 0, 0]
     assert trimmed(strict[1])[-1] == trimmed(strict[0])[-1]
