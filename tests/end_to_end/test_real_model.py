@@ -18,6 +18,8 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
+from support.tutorial import differences, run_chapters, trimmed
+
 NAMED = os.environ.get("FLATPEAK_REAL_MODEL")
 MODEL = str(Path(NAMED or "nowhere").absolute())
 """The GGUF file, or a directory of the model."""
@@ -192,3 +194,20 @@ def test_a_sweep_of_two_seeds_makes_a_table(folder: Path) -> None:
     flatpeak("sweep", "sweep.yaml", "--processes", "1", folder=folder)
     lines = next(folder.rglob("table.csv")).read_text().splitlines()
     assert len([line for line in lines if not line.startswith("#")]) == 3
+
+
+def test_the_tutorials_step_makes_right_answers_more_likely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    names: dict[str, Any] = {}
+    ran = list(run_chapters({1, 2, 3, 4}, tmp_path, names, model=MODEL))
+    assert all(trimmed(printed) == [] for shown, printed in ran if not shown)
+    texts = [answer.text for answer in names["group"].completions]
+    rewards = [float(text.strip() == "42") for text in texts]
+    assert sum(rewards) == 2
+    changes = names["answer_logprobs"](names["after_T"]) - names["answer_logprobs"](names["logprobs_T"])
+    assert [change > 0 for change in changes.tolist()] == [reward == 1 for reward in rewards]
+    assert names["first_digit"]()[4] > names["digits_before"][4] + 0.03
+    (answers, sampled), *others = [pair for pair in ran if pair[0]]
+    # Other weights, or sums rounded otherwise, may draw other answers.
+    if trimmed(sampled) == trimmed(answers):
+        assert [line for shown, printed in others for line in differences(shown, printed, tolerance=0.02)] == []
