@@ -176,6 +176,12 @@ RULES = (
         settings=("evaluation.sharpness.iterations", "evaluation.sharpness.tolerance"),
         instead="evaluation.sharpness.eigenvalue=true",
     ),
+    Rule(
+        choice="tasks",
+        applies=bool,
+        settings=("task",),
+        instead="tasks=[]",
+    ),
     *(_optimizer(section) for section in ("optimizer", "sft.optimizer", "reward_model.optimizer")),
     *_task("task"),
     *_task("curriculum.task"),

@@ -32,12 +32,28 @@ class Estimate:
     """`wilson` if every value is 0 or 1, else `bootstrap` (of questions)."""
 
 
-def estimate(values: Sequence[float | None], *, metric: str) -> Estimate:
-    """Estimate the mean of one metric; missing values (None) are left out."""
+def mean_of(values: Sequence[float | None], weights: Sequence[float] | None = None) -> float:
+    """The mean of the values that are not missing, weighted where there are weights; NaN if all are missing."""
+    known = [index for index, value in enumerate(values) if value is not None]
+    if not known:
+        return math.nan
+    return float(
+        np.average(
+            [values[index] for index in known], weights=None if weights is None else [weights[index] for index in known]
+        )
+    )
+
+
+def estimate(values: Sequence[float | None], *, metric: str, weights: Sequence[float] | None = None) -> Estimate:
+    """Estimate the mean of one metric; missing values (None) are left out. `weights` are of the questions."""
     known = [value for value in values if value is not None]
-    mean = float(np.mean(known)) if known else math.nan
+    mean = mean_of(values, weights)
     if len(known) < 2:
         return Estimate(mean=mean, questions=len(known), interval=None, method=None)
+    if weights is not None:
+        of_known = [weight for weight, value in zip(weights, values, strict=True) if value is not None]
+        interval = bootstrap_interval(known, weights=of_known)
+        return Estimate(mean=mean, questions=len(known), interval=interval, method="bootstrap")
     if metric not in COUNTS and not metric.startswith(DIFFERENCES) and all(value in (0.0, 1.0) for value in known):
         interval = wilson_interval(int(sum(known)), len(known))
         return Estimate(mean=mean, questions=len(known), interval=interval, method="wilson")

@@ -85,12 +85,17 @@ def differences(before: Evaluation, after: Evaluation) -> dict[str, Change]:
     befores, afters = before.by_question, after.by_question
     for metric in befores:
         pairs = [
-            (old, new)
-            for old, new in zip(befores[metric], afters.get(metric, ()), strict=False)
+            (index, old, new)
+            for index, (old, new) in enumerate(zip(befores[metric], afters.get(metric, ()), strict=False))
             if old is not None and new is not None
         ]
         if len(pairs) > 1:
-            paired = paired_bootstrap([old for old, _ in pairs], [new for _, new in pairs])
+            weights = before.weights if metric in before.values else None
+            paired = paired_bootstrap(
+                [old for _, old, _ in pairs],
+                [new for _, _, new in pairs],
+                weights=None if weights is None else [weights[index] for index, _, _ in pairs],
+            )
             changes[metric] = {
                 "difference": paired.difference,
                 "low": paired.low,

@@ -60,13 +60,15 @@ def maj_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool], k: int
 def bootstrap_interval(
     values: Sequence[float] | NDArray[np.floating],
     *,
+    weights: Sequence[float] | None = None,
     confidence: float = 0.95,
     num_resamples: int = 10000,
     seed: int = 0,
 ) -> tuple[float, float]:
     """The percentile bootstrap interval (low, high) of the mean (Efron 1979); the same seed gives the same interval.
 
-    Raises ValueError for an empty list, values that are not finite, or a confidence outside (0, 1).
+    With `weights`, the interval of the weighted mean: a value is resampled together with its weight. Raises ValueError
+    for an empty list, values that are not finite, or a confidence outside (0, 1).
     """
     values_N = np.asarray(values, dtype=np.float64)
     if values_N.ndim != 1 or values_N.size == 0 or not np.isfinite(values_N).all():
@@ -78,14 +80,24 @@ def bootstrap_interval(
         )
     generator = np.random.default_rng(seed)
     rows = max(1, _RESAMPLED_AT_ONCE // values_N.size)
-    means = np.concatenate(
-        [
-            values_N[generator.integers(values_N.size, size=(min(rows, num_resamples - start), values_N.size))].mean(1)
-            for start in range(0, num_resamples, rows)
-        ]
+    weights_N = None if weights is None else np.asarray(weights, dtype=np.float64)
+    drawn = (
+        generator.integers(values_N.size, size=(min(rows, num_resamples - start), values_N.size))
+        for start in range(0, num_resamples, rows)
     )
+    means = np.concatenate([_means(values_N, weights_N, indices_RN) for indices_RN in drawn])
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
+
+
+def _means(
+    values_N: NDArray[np.float64], weights_N: NDArray[np.float64] | None, indices_RN: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """The mean of each resample; weighted where there are weights."""
+    if weights_N is None:
+        return np.asarray(values_N[indices_RN].mean(1))
+    weights_RN = weights_N[indices_RN]
+    return np.asarray((values_N[indices_RN] * weights_RN).sum(1) / weights_RN.sum(1))
 
 
 def wilson_interval(successes: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
@@ -125,6 +137,7 @@ def paired_bootstrap(
     a: Sequence[float] | NDArray[np.floating],
     b: Sequence[float] | NDArray[np.floating],
     *,
+    weights: Sequence[float] | None = None,
     confidence: float = 0.95,
     num_resamples: int = 10000,
     seed: int = 0,
@@ -136,8 +149,10 @@ def paired_bootstrap(
     if len(a) != len(b):
         raise ValueError(f"a has {len(a)} values and b {len(b)}: pairs are by index, give both for the same items")
     differences_N = np.asarray(b, dtype=np.float64) - np.asarray(a, dtype=np.float64)
-    low, high = bootstrap_interval(differences_N, confidence=confidence, num_resamples=num_resamples, seed=seed)
-    return PairedDifference(difference=float(differences_N.mean()), low=low, high=high)
+    low, high = bootstrap_interval(
+        differences_N, weights=weights, confidence=confidence, num_resamples=num_resamples, seed=seed
+    )
+    return PairedDifference(difference=float(np.average(differences_N, weights=weights)), low=low, high=high)
 
 
 def _check_draws(num_samples: int, k: int) -> None:

@@ -135,6 +135,20 @@ def cell(evaluation: StageEvaluation, metric: str) -> str:
     )
 
 
+def sets_table(columns: Sequence[EvaluationColumn], *, metric: str | None = None) -> dict[str, Any] | None:
+    """The headline metric on each task of a mixture and each evaluation set; a column per evaluation."""
+    names = dict.fromkeys(name for column in columns for name in column.evaluation.sets)
+    headline = headline_metric(columns[-1].evaluation, metric=metric) if columns else None
+    if not names or headline is None:
+        return None
+    rows = []
+    for name in names:
+        found = [column.evaluation.on(name) for column in columns]
+        cells = [cell(one, headline) if one is not None else "" for one in found]
+        rows.append({"name": name, "size": next(one.size for one in found if one is not None), "cells": cells})
+    return {"metric": headline, "columns": [column.label for column in columns], "rows": rows}
+
+
 def subset_tables(columns: Sequence[EvaluationColumn], *, metric: str | None = None) -> list[dict[str, Any]]:
     """One table per subset column of the best and the last evaluation: rows by value, micro and macro average.
 

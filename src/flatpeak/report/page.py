@@ -27,6 +27,7 @@ from flatpeak.report.evaluations import (
     headline_metric,
     metric_table,
     robustness_table,
+    sets_table,
     subset_tables,
 )
 from flatpeak.runs.directory import RunPaths, run_hint
@@ -114,6 +115,7 @@ def page_content(run: RunPaths) -> dict[str, Any]:
         "charts": charts(rows, evaluations, weights=reward_weights(recipe), metric=metric),
         "unit": "pairs" if is_reward_model else "questions",
         "metric_table": metric_table(columns),
+        "sets_table": sets_table(columns, metric=metric),
         "subset_tables": subset_tables(columns, metric=metric),
         "robustness_table": robustness_table(columns),
         "evaluations": evaluations,
@@ -234,10 +236,14 @@ def evaluations_of(rows: Sequence[Row]) -> tuple[StageEvaluation, ...]:
             stage = row.get("stage")
             continue
         by_name = {name: value for name, value in row.items() if name.startswith("eval/")}
-        task = next(iter(by_name)).split("/")[1] if by_name else ""
-        metrics = {name.removeprefix(f"eval/{task}/"): value for name, value in by_name.items()}
+        by_task: dict[str, dict[str, float]] = {}
+        for name, value in by_name.items():
+            task, metric = name.split("/", 2)[1:]
+            by_task.setdefault(task, {})[metric] = value
+        (task, metrics), *others = by_task.items() or [("", {})]
+        sets = {name: {"task": name, "size": 0, "metrics": found, "intervals": {}} for name, found in others}
         evaluations.append(
-            StageEvaluation(stage=stage, step=row["step"], task=task, size=0, metrics=metrics, intervals={})
+            StageEvaluation(stage=stage, step=row["step"], task=task, size=0, metrics=metrics, intervals={}, sets=sets)
         )
     return tuple(evaluations)
 
