@@ -118,12 +118,12 @@ def _on_common_questions(evaluations: list[Evaluation]) -> tuple[list[Evaluation
 
     UserError if no question fits.
     """
-    common = set.intersection(*(set(evaluation.ids) for evaluation in evaluations))
-    if all(len(evaluation.ids) == len(common) for evaluation in evaluations):
+    common = set.intersection(*(evaluation.all_ids for evaluation in evaluations))
+    if all(len(evaluation.all_ids) == len(common) for evaluation in evaluations):
         return evaluations, []
     if not common:
         raise UserError("there is no question whose prompt fits into every model's context: compare fewer models")
-    most = max(evaluation.size for evaluation in evaluations)
+    most = max(len(evaluation.all_ids) for evaluation in evaluations)
     notice = f"{len(common)} of {most} questions fit into every model's context; the tables are of those"
     return [evaluation.only(common) for evaluation in evaluations], [notice]
 

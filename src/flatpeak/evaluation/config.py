@@ -117,7 +117,7 @@ class EvaluationConfig(StrictConfig):
     """The number of questions to perturb, starting at the first evaluated question; null: all."""
     sharpness: SharpnessConfig | None = None
     """At every evaluation, measure how the reward falls as weights are perturbed (docs/evaluation.md); null: do not."""
-    sets: dict[Annotated[str, Field(pattern=r"^[^/\s]+$")], TaskConfig] = Field(default_factory=dict)
+    sets: dict[str, TaskConfig] = Field(default_factory=dict)
     """Further evaluation sets by name: tasks whose test parts are measured at every evaluation, as
     `eval/<name>/accuracy`. They do not choose the best checkpoint."""
     seed: int = 0

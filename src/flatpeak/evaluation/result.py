@@ -225,9 +225,17 @@ class Evaluation:
         chosen = first_of_each(self.tasks or [""] * self.size, size)
         return self if len(chosen) == self.size else self._select(chosen)
 
+    @property
+    def all_ids(self) -> set[str]:
+        """The ids of the questions, those of the further sets included."""
+        return {*self.ids, *(id for one in self.sets.values() for id in one.ids)}
+
     def only(self, ids: set[str]) -> Evaluation:
         """The evaluation of only the questions with these ids."""
-        return self if ids >= set(self.ids) else self._select([i for i, id in enumerate(self.ids) if id in ids])
+        if ids >= self.all_ids:
+            return self
+        sets = {name: one.only(ids) for name, one in self.sets.items()}
+        return replace(self._select([i for i, id in enumerate(self.ids) if id in ids]), sets=sets)
 
     def without_verdicts(self) -> Evaluation:
         """The evaluation without the metrics that count right answers."""

@@ -85,22 +85,19 @@ def bootstrap_interval(
         generator.integers(values_N.size, size=(min(rows, num_resamples - start), values_N.size))
         for start in range(0, num_resamples, rows)
     )
-    means = np.concatenate([_means(values_N, weights_N, indices_RN) for indices_RN in drawn])
+    means = np.concatenate(
+        [
+            values_N[indices].mean(1)
+            if weights_N is None
+            else (values_N * weights_N)[indices].sum(1) / weights_N[indices].sum(1)
+            for indices in drawn
+        ]
+    )
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
 
 
-def _means(
-    values_N: NDArray[np.float64], weights_N: NDArray[np.float64] | None, indices_RN: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """The mean of each resample; weighted where there are weights."""
-    if weights_N is None:
-        return np.asarray(values_N[indices_RN].mean(1))
-    weights_RN = weights_N[indices_RN]
-    return np.asarray((values_N[indices_RN] * weights_RN).sum(1) / weights_RN.sum(1))
-
-
-def wilson_interval(successes: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
+def wilson_interval(successes: float, total: float, confidence: float = 0.95) -> tuple[float, float]:
     """The score interval (low, high) of a proportion (Wilson 1927).
 
     Unlike the bootstrap interval, it has a width when all or none succeed: 0 of n reaches up to z^2 / (n + z^2).
@@ -137,7 +134,6 @@ def paired_bootstrap(
     a: Sequence[float] | NDArray[np.floating],
     b: Sequence[float] | NDArray[np.floating],
     *,
-    weights: Sequence[float] | None = None,
     confidence: float = 0.95,
     num_resamples: int = 10000,
     seed: int = 0,
@@ -149,10 +145,8 @@ def paired_bootstrap(
     if len(a) != len(b):
         raise ValueError(f"a has {len(a)} values and b {len(b)}: pairs are by index, give both for the same items")
     differences_N = np.asarray(b, dtype=np.float64) - np.asarray(a, dtype=np.float64)
-    low, high = bootstrap_interval(
-        differences_N, weights=weights, confidence=confidence, num_resamples=num_resamples, seed=seed
-    )
-    return PairedDifference(difference=float(np.average(differences_N, weights=weights)), low=low, high=high)
+    low, high = bootstrap_interval(differences_N, confidence=confidence, num_resamples=num_resamples, seed=seed)
+    return PairedDifference(difference=float(differences_N.mean()), low=low, high=high)
 
 
 def _check_draws(num_samples: int, k: int) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from flatpeak import __version__
 from flatpeak.errors import UserError
+from flatpeak.runs.metrics import by_task
 from flatpeak.tasks.custom import CustomTaskConfig
 from flatpeak.utils.redaction import redact
 
@@ -199,17 +200,13 @@ class MetricsLine:
 
     def update(self, metrics: Mapping[str, float]) -> str:
         """The line to display after a step with these metrics."""
-        by_task: dict[str, dict[str, float]] = {}
-        for name, value in metrics.items():
-            if name.startswith("eval/"):
-                task, metric = name.split("/", 2)[1:]  # the metric's own name may have slashes too
-                by_task.setdefault(task, {})[metric] = value
-        evaluated = next(iter(by_task.values()), {})
+        tasks = by_task(metrics)
+        evaluated = next(iter(tasks.values()), {})
         chosen = next((name for name in self._names if name in evaluated), None)
         if chosen is not None:
             # A training step has a reward too.
             label = chosen if "accuracy" in chosen else f"held-out {chosen}"
-            apart = [f"{task} {_number(one[chosen])}" for task, one in list(by_task.items())[1:] if chosen in one]
+            apart = [f"{task} {_number(one[chosen])}" for task, one in list(tasks.items())[1:] if chosen in one]
             self._evaluation = f"{label} {_number(evaluated[chosen])}" + (f" ({', '.join(apart)})" if apart else "")
         texts = [f"{label} {form.format(metrics[name])}" for name, label, form in _STEP_METRICS if name in metrics]
         return ", ".join([self._evaluation, *texts] if self._evaluation is not None else texts)

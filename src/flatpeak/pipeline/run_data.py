@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, cast
 
@@ -17,7 +17,7 @@ from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.manifest import flatten
 from flatpeak.tasks.config import build_task
 from flatpeak.tasks.custom import check_task
-from flatpeak.tasks.mixture import Mixture, leaks, mix
+from flatpeak.tasks.mixture import check_names, leaks, mix, named
 from flatpeak.tasks.prompts import build_prompts
 from flatpeak.training.curriculum import MixedStream, Stream
 from flatpeak.training.sft import Demonstration, demonstrations
@@ -81,24 +81,15 @@ def open_tasks(config: RunConfig, own: Task | None = None) -> RunTasks:
         raise UserError("a task from Python beside tasks: both are the data to train on; leave one of them out")
     shares: Mapping[str, float] = {}
     if config.tasks:
-        mixture = open_mixture(config)
+        mixture = mix([(item.name, item.weight, build_task(item.task)) for item in config.tasks])
         main, shares = cast("Task", mixture), mixture.shares
     else:
         main = check_task(own, where="task") if own else build_task(config.task)
     first = build_task(config.curriculum.task) if config.curriculum else None
-    sets = {name: build_task(section).test for name, section in config.evaluation.sets.items()}
-    for name in sets:
-        if name in (main.name, *shares):
-            raise UserError(f"evaluation.sets.{name}: the task is called {name!r} too; give the set another name")
+    sets = {name: named(name, build_task(section).test) for name, section in config.evaluation.sets.items()}
+    if sets:
+        check_names([main.name, *shares, *sets])
     return RunTasks(main=main, first=first, sets=sets, shares=shares)
-
-
-def open_mixture(config: RunConfig) -> Mixture:
-    """The recipe's mixture of tasks."""
-    built = [(item, build_task(item.task)) for item in config.tasks]
-    mixture = mix([(item.name or task.name, item.weight, task) for item, task in built])
-    held_out = {name: [one for one in mixture.test if one.task == name] for name in mixture.shares}
-    return replace(mixture, notices=(*mixture.notices, *leaks(mixture.train, held_out)))
 
 
 def make_data(config: RunConfig, tasks: RunTasks, policy: Policy, progress: Progress) -> RunData:

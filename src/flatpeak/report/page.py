@@ -32,7 +32,7 @@ from flatpeak.report.evaluations import (
 )
 from flatpeak.runs.directory import RunPaths, run_hint
 from flatpeak.runs.files import write_atomic
-from flatpeak.runs.metrics import read_metrics
+from flatpeak.runs.metrics import by_task, read_metrics
 from flatpeak.runs.notices import START, no_signal_message, read_notices
 from flatpeak.runs.rollout_log import logged_steps, read_rollouts
 from flatpeak.runs.signals import signal_name
@@ -235,12 +235,7 @@ def evaluations_of(rows: Sequence[Row]) -> tuple[StageEvaluation, ...]:
         if row.get("stage") != "eval":
             stage = row.get("stage")
             continue
-        by_name = {name: value for name, value in row.items() if name.startswith("eval/")}
-        by_task: dict[str, dict[str, float]] = {}
-        for name, value in by_name.items():
-            task, metric = name.split("/", 2)[1:]
-            by_task.setdefault(task, {})[metric] = value
-        (task, metrics), *others = by_task.items() or [("", {})]
+        (task, metrics), *others = by_task(row).items() or [("", {})]
         sets = {name: {"task": name, "size": 0, "metrics": found, "intervals": {}} for name, found in others}
         evaluations.append(
             StageEvaluation(stage=stage, step=row["step"], task=task, size=0, metrics=metrics, intervals={}, sets=sets)

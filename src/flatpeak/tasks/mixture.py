@@ -29,28 +29,36 @@ class Mixture:
     name: str = MIXTURE
 
 
-def mix(tasks: Sequence[tuple[str, float, Task]]) -> Mixture:
-    """The mixture of tasks, each with a name and a weight; UserError where names repeat."""
-    counts = Counter([MIXTURE, *(name for name, _, _ in tasks)])
-    name, count = counts.most_common(1)[0]
-    if count > 1:
-        raise UserError(f"tasks: {name!r} names two results of evaluations; set tasks.0.name and so on to other names")
-    total = sum(weight for _, weight, _ in tasks)
+def mix(tasks: Sequence[tuple[str | None, float, Task]]) -> Mixture:
+    """The mixture of tasks, each with a weight and a name, or None for its own. UserError where names repeat."""
+    by_name = [(name or task.name, weight, task) for name, weight, task in tasks]
+    check_names([MIXTURE, *(name for name, _, _ in by_name)])
     train, test = (
-        tuple(_alternating([_named(name, getattr(task, side)) for name, _, task in tasks]))
+        tuple(_alternating([named(name, getattr(task, side)) for name, _, task in by_name]))
         for side in ("train", "test")
     )
-    notices = (f"{name}: {notice}" for name, _, task in tasks for notice in getattr(task, "notices", ()))
+    notices = (f"{name}: {notice}" for name, _, task in by_name for notice in getattr(task, "notices", ()))
+    held_out = {name: task.test for name, _, task in by_name}
+    total = sum(weight for _, weight, _ in by_name)
     return Mixture(
-        shares={name: weight / total for name, weight, _ in tasks},
+        shares={name: weight / total for name, weight, _ in by_name},
         train=train,
         test=test,
-        notices=tuple(notices),
+        notices=(*notices, *leaks(train, held_out)),
     )
 
 
-def _named(name: str, examples: Sequence[Example]) -> list[Example]:
-    return [replace(example, id=f"{name}/{example.id}", task=name) for example in examples]
+def check_names(names: Sequence[str]) -> None:
+    """UserError unless the names of tasks and evaluation sets can stand in metrics, `eval/<name>/accuracy`."""
+    for name, count in Counter(names).items():
+        if count > 1 or "/" in name:
+            problem = "names two tasks or evaluation sets" if count > 1 else "has a slash"
+            raise UserError(f"{name!r} {problem}: set tasks.0.name and so on, or rename it in evaluation.sets")
+
+
+def named(name: str, examples: Sequence[Example]) -> list[Example]:
+    """The examples of the task of that name; reward functions get the name as the column `task`."""
+    return [replace(one, id=f"{name}/{one.id}", task=name, columns={"task": name, **one.columns}) for one in examples]
 
 
 def _alternating(parts: Sequence[Sequence[Example]]) -> Iterator[Example]:

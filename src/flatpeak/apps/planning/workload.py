@@ -102,14 +102,12 @@ def plan_workload(config: RunConfig) -> tuple[Workload, PlannedModel]:
     if task is None or tokenizer is None or (first is None and config.curriculum is not None):
         train, test, demonstrations = _bounds(config, task, limit=limit, notes=notes)
     else:
-        train, test, demonstrations = _counted(config, task, first, tokenizer, limit=limit, context=model.context)
+        train, test, demonstrations = _counted(config, task, first, sets, tokenizer, limit=limit, context=model.context)
     if not train:
         raise UserError("the task has no training prompts left: check task and prompt.overlong")
     evaluation, rollout, training = config.evaluation, config.rollout, config.training
     per_epoch = min(training.minibatches, rollout.prompts_per_step * rollout.group_size)
-    asked = [_evaluated(config, test, tasks=len(config.main_tasks))]
-    if tokenizer is not None:
-        asked += [_evaluated(config, _lengths(config, one, tokenizer, limit=limit)) for one in sets]
+    evaluated = max(evaluation.size or len(test), evaluation.final_size or 0) * len(config.main_tasks)
     work = Workload(
         task=task.name if task is not None else " and ".join(one.type for one in config.main_tasks),
         train_rows=len(task.train) if task is not None else None,
@@ -123,24 +121,13 @@ def plan_workload(config: RunConfig) -> tuple[Workload, PlannedModel]:
         sft_steps=config.sft.steps,
         demonstrations=_first(sorted(demonstrations, key=sum, reverse=True), config.sft.batch_size),
         evaluation=Request(
-            prompt_lengths=max(asked, key=sum),
+            prompt_lengths=tuple(sorted(test[:evaluated], reverse=True)),
             group_size=max(evaluation.samples, 1),
             new_tokens=evaluation.max_new_tokens or rollout.max_new_tokens,
         ),
         notes=tuple(notes),
     )
     return work, model
-
-
-def _evaluated(config: RunConfig, test: Sequence[int], *, tasks: int = 1) -> tuple[int, ...]:
-    """The tokens of the prompts of the largest evaluation of a set, the longest first."""
-    size = max(tasks * (config.evaluation.size or len(test)), tasks * (config.evaluation.final_size or 0))
-    return tuple(sorted(test[:size], reverse=True))
-
-
-def _lengths(config: RunConfig, examples: Sequence[Example], tokenizer: Any, *, limit: int) -> list[int]:
-    prompts = build_prompts(tuple(examples), tokenizer, config.prompt, max_tokens=limit).prompts
-    return [len(prompt.token_ids) for prompt in prompts]
 
 
 def _tasks(config: RunConfig, notes: list[str]) -> tuple[Task | None, Task | None, list[Sequence[Example]]]:
@@ -204,12 +191,22 @@ Tokens = tuple[list[int], list[int], list[tuple[int, int]]]
 
 
 def _counted(
-    config: RunConfig, task: Task, first: Task | None, tokenizer: Any, *, limit: int, context: int | None
+    config: RunConfig,
+    task: Task,
+    first: Task | None,
+    sets: Sequence[Sequence[Example]],
+    tokenizer: Any,
+    *,
+    limit: int,
+    context: int | None,
 ) -> Tokens:
-    """The tokens of all prompts; with a curriculum, those of the stage whose steps are larger."""
-    train, others, test = (
+    """The tokens of all prompts; with a curriculum, those of the stage whose steps are larger.
+
+    Held-out prompts are those of the task or of an evaluation set, whichever are larger in all.
+    """
+    train, others, *held_out = (
         build_prompts(tuple(examples), tokenizer, config.prompt, max_tokens=limit).prompts
-        for examples in (task.train, first.train if first else (), task.test)
+        for examples in (task.train, first.train if first else (), task.test, *sets)
     )
     stages = [[len(prompt.token_ids) for prompt in prompts] for prompts in (train, others)]
     largest = max(stages, key=lambda lengths: sum(sorted(lengths)[-config.rollout.prompts_per_step :]))
@@ -220,7 +217,8 @@ def _counted(
             target = len(encoder.encode_text(prompt.example.rationale)) + 1  # plus the end-of-sequence token
             if context is None or len(prompt.token_ids) + target <= context:
                 demonstrations.append((len(prompt.token_ids), target))
-    return largest, [len(prompt.token_ids) for prompt in test], demonstrations
+    tests = [[len(prompt.token_ids) for prompt in prompts] for prompts in held_out]
+    return largest, max(tests, key=lambda lengths: sum(lengths[: config.evaluation.size])), demonstrations
 
 
 def _bounds(config: RunConfig, task: Task | None, *, limit: int, notes: list[str]) -> Tokens:
