@@ -117,9 +117,9 @@ class EvaluationConfig(StrictConfig):
     """The number of questions to perturb, starting at the first evaluated question; null: all."""
     sharpness: SharpnessConfig | None = None
     """At every evaluation, measure how the reward falls as weights are perturbed (docs/evaluation.md); null: do not."""
-    sets: dict[str, TaskConfig] = Field(default_factory=dict)
+    sets: dict[str, TaskConfig] | None = None
     """Further evaluation sets by name: tasks whose test parts are measured at every evaluation, as
-    `eval/<name>/accuracy`. They do not choose the best checkpoint."""
+    `eval/<name>/accuracy`. They do not choose the best checkpoint. null: none."""
     seed: int = 0
     """The seed of sampled completions, perturbed questions and sharpness; every evaluation uses the same."""
 

@@ -169,8 +169,8 @@ class Evaluation:
         by_task = {
             name: self._select([index for index, task in enumerate(self.tasks) if task == name]) for name in self.shares
         }
-        parts = {name: replace(part, task=name, tasks=(), shares={}, sets={}) for name, part in by_task.items()}
-        return {**parts, **self.sets}
+        alone = {name: replace(one, task=name, tasks=(), shares={}, sets={}) for name, one in by_task.items()}
+        return {**alone, **self.sets}
 
     @cached_property
     def estimates(self) -> dict[str, Estimate]:

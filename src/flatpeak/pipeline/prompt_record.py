@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -124,7 +124,7 @@ class PromptRecord(BaseModel):
             recipe["rollout"]["max_new_tokens"] = self.sampling.max_new_tokens
         recorded = dict(self.evaluation)
         if self.unsafe:
-            recorded = {"evaluation": {**recorded.get("evaluation", {}), "sets": {}}}
+            recorded = {"evaluation": {key: value for key, value in _section(recorded, "evaluation") if key != "sets"}}
         recorded.pop("task" if recorded.get("tasks") else "tasks", None)
         names = ("task", "tasks", "rewards", "evaluation")
         return recipe | {name: recorded[name] for name in names if name in recorded}
@@ -132,13 +132,18 @@ class PromptRecord(BaseModel):
 
 def _tasks(recipe: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The sections of a recorded recipe that are tasks, by their keys."""
-    tasks = recipe.get("tasks") or ()
+    tasks = recipe.get("tasks") or []
     if not tasks:
         yield "task", recipe.get("task")
-    for index, item in enumerate(tasks):
+    for index, item in enumerate(tasks if isinstance(tasks, list) else [None]):
         yield f"tasks.{index}.task", item.get("task") if isinstance(item, Mapping) else None
-    for name, section in ((recipe.get("evaluation") or {}).get("sets") or {}).items():
+    for name, section in _section(dict(_section(recipe, "evaluation")), "sets"):
         yield f"evaluation.sets.{name}", section
+
+
+def _section(recipe: Mapping[str, Any], name: str) -> Iterable[tuple[str, Any]]:
+    section = recipe.get(name)
+    return section.items() if isinstance(section, Mapping) else ()
 
 
 def _type_of(section: Any) -> str:

@@ -86,7 +86,7 @@ def open_tasks(config: RunConfig, own: Task | None = None) -> RunTasks:
     else:
         main = check_task(own, where="task") if own else build_task(config.task)
     first = build_task(config.curriculum.task) if config.curriculum else None
-    sets = {name: named(name, build_task(section).test) for name, section in config.evaluation.sets.items()}
+    sets = {name: named(name, build_task(section).test) for name, section in (config.evaluation.sets or {}).items()}
     if sets:
         check_names([main.name, *shares, *sets])
     return RunTasks(main=main, first=first, sets=sets, shares=shares)
@@ -156,8 +156,8 @@ def _main_stream(prompts: tuple[Prompt, ...], config: RunConfig, shares: Mapping
     if not shares:
         return main
     by_task = {name: tuple(prompt for prompt in prompts if prompt.example.task == name) for name in shares}
-    parts = [_stream(own, config, f"main/{name}") for name, own in by_task.items()]
-    return MixedStream(items=prompts, seed=main.seed, parts=parts, weights=list(shares.values()))
+    streams = [_stream(own, config, f"main/{name}") for name, own in by_task.items()]
+    return MixedStream(items=prompts, seed=main.seed, streams=streams, weights=list(shares.values()))
 
 
 def _stream(prompts: tuple[Prompt, ...], config: RunConfig, name: str) -> Stream[Prompt]:

@@ -69,8 +69,13 @@ CHARTS: Final = (
     Chart(
         title="Reward",
         metrics="reward/*",
-        without=("reward/std", "reward/missing_fraction", "reward/*/failed", "reward/*/timeouts"),
+        without=("reward/std", "reward/missing_fraction", "reward/*/mean", "reward/*/failed", "reward/*/timeouts"),
         note="Mean over the sampled training completions, in total and by part. Good: rising, with held-out accuracy.",
+    ),
+    Chart(
+        title="Reward by task",
+        metrics="reward/*/mean",
+        note="Mean total reward of each task of the mixture. Flat for one task: it is too hard, or has a small weight.",
     ),
     Chart(
         title="Missing rewards",

@@ -143,9 +143,10 @@ def sets_table(columns: Sequence[EvaluationColumn], *, metric: str | None = None
         return None
     rows = []
     for name in names:
-        found = [column.evaluation.on(name) for column in columns]
-        cells = [cell(one, headline) if one is not None else "" for one in found]
-        rows.append({"name": name, "size": next(one.size for one in found if one is not None), "cells": cells})
+        on_set = [column.evaluation.on(name) for column in columns]
+        cells = [cell(one, headline) if one is not None else "" for one in on_set]
+        sizes = dict.fromkeys(str(one.size) for one in on_set if one is not None and one.size)
+        rows.append({"name": name, "size": " / ".join(sizes), "cells": cells})
     return {"metric": headline, "columns": [column.label for column in columns], "rows": rows}
 
 

@@ -236,7 +236,7 @@ def evaluations_of(rows: Sequence[Row]) -> tuple[StageEvaluation, ...]:
             stage = row.get("stage")
             continue
         (task, metrics), *others = by_task(row).items() or [("", {})]
-        sets = {name: {"task": name, "size": 0, "metrics": found, "intervals": {}} for name, found in others}
+        sets = {name: {"task": name, "size": 0, "metrics": values, "intervals": {}} for name, values in others}
         evaluations.append(
             StageEvaluation(stage=stage, step=row["step"], task=task, size=0, metrics=metrics, intervals={}, sets=sets)
         )

@@ -38,13 +38,13 @@ def mix(tasks: Sequence[tuple[str | None, float, Task]]) -> Mixture:
         for side in ("train", "test")
     )
     notices = (f"{name}: {notice}" for name, _, task in by_name for notice in getattr(task, "notices", ()))
-    held_out = {name: task.test for name, _, task in by_name}
+    tests = {name: task.test for name, _, task in by_name}
     total = sum(weight for _, weight, _ in by_name)
     return Mixture(
         shares={name: weight / total for name, weight, _ in by_name},
         train=train,
         test=test,
-        notices=(*notices, *leaks(train, held_out)),
+        notices=(*notices, *leaks(train, tests)),
     )
 
 
@@ -66,10 +66,10 @@ def _alternating(parts: Sequence[Sequence[Example]]) -> Iterator[Example]:
     return (example for turn in zip_longest(*parts) for example in turn if example is not None)
 
 
-def leaks(train: Sequence[Example], held_out: Mapping[str, Sequence[Example]]) -> Iterator[str]:
+def leaks(train: Sequence[Example], tests: Mapping[str, Sequence[Example]]) -> Iterator[str]:
     """Notices of training questions that another task or an evaluation set holds out, by its name."""
     keys = [(example.task, question_key(example.question)) for example in train]
-    for name, examples in held_out.items():
+    for name, examples in tests.items():
         asked = {question_key(example.question) for example in examples}
         if count := sum(task != name and key in asked for task, key in keys):
             yield (

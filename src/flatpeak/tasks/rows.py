@@ -58,7 +58,7 @@ class RowsConfig(SeededConfig):
     @model_validator(mode="after")
     def _has_data(self) -> RowsConfig:
         if not self.train and not self.test:
-            raise ValueError("names no data: give train or test at least one source")
+            raise ValueError("task names no data: give task.train or task.test at least one source")
         return self
 
     def load(self) -> ExampleTask:

@@ -37,26 +37,26 @@ class Stream(Generic[Item]):
 class MixedStream(Stream[Item]):
     """Several streams as one, each with its share of the positions. A position determines that of every stream."""
 
-    parts: Sequence[Stream[Item]]
+    streams: Sequence[Stream[Item]]
     weights: Sequence[float]
 
     def take(self, cursor: int, count: int) -> list[tuple[int, Item]]:
         """`count` items from `cursor` on, each with the number of its pass over its own stream."""
-        places = [mixture_place(position, self.weights) for position in range(cursor, cursor + count)]
-        return [self.parts[part].take(place, 1)[0] for part, place in places]
+        drawn = (mixed_position(position, self.weights) for position in range(cursor, cursor + count))
+        return [self.streams[index].take(position, 1)[0] for index, position in drawn]
 
 
-def mixture_place(position: int, weights: Sequence[float]) -> tuple[int, int]:
-    """The stream at a position of a mixture, and the position in that stream.
+def mixed_position(position: int, weights: Sequence[float]) -> tuple[int, int]:
+    """The index of the stream at a position of a mixture, and the position in that stream.
 
     The first stream has floor(share * n + 1/2) of the first n positions; the others divide the rest alike. So every
     step has each stream's share, up to rounding.
     """
-    for part in range(len(weights) - 1):
-        share = weights[part] / sum(weights[part:])
+    for index in range(len(weights) - 1):
+        share = weights[index] / sum(weights[index:])
         before, after = (math.floor(share * end + 0.5) for end in (position, position + 1))
         if after > before:
-            return part, before
+            return index, before
         position -= before
     return len(weights) - 1, position
 

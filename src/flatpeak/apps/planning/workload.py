@@ -142,7 +142,9 @@ def _tasks(config: RunConfig, notes: list[str]) -> tuple[Task | None, Task | Non
     main = _built(lambda: open_tasks(main_alone).main, config.main_tasks, notes)
     curriculum = config.curriculum
     first = _built(lambda: build_task(curriculum.task), (curriculum.task,), notes) if curriculum else None
-    sets = [_built(partial(build_task, section), (section,), notes) for section in config.evaluation.sets.values()]
+    sets = [
+        _built(partial(build_task, section), (section,), notes) for section in (config.evaluation.sets or {}).values()
+    ]
     return main, first, [one.test for one in sets if one is not None]
 
 
@@ -204,7 +206,7 @@ def _counted(
 
     Held-out prompts are those of the task or of an evaluation set, whichever are larger in all.
     """
-    train, others, *held_out = (
+    train, others, *asked = (
         build_prompts(tuple(examples), tokenizer, config.prompt, max_tokens=limit).prompts
         for examples in (task.train, first.train if first else (), task.test, *sets)
     )
@@ -217,7 +219,7 @@ def _counted(
             target = len(encoder.encode_text(prompt.example.rationale)) + 1  # plus the end-of-sequence token
             if context is None or len(prompt.token_ids) + target <= context:
                 demonstrations.append((len(prompt.token_ids), target))
-    tests = [[len(prompt.token_ids) for prompt in prompts] for prompts in held_out]
+    tests = [[len(prompt.token_ids) for prompt in prompts] for prompts in asked]
     return largest, max(tests, key=lambda lengths: sum(lengths[: config.evaluation.size])), demonstrations
 
 
