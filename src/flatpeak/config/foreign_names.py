@@ -17,7 +17,6 @@ _CHECKPOINTS: Final = "run.checkpoint_every"
 _TRACKERS: Final = "tracking.wandb, tracking.tensorboard, tracking.trackio or tracking.mlflow"
 _FUNCTION: Final = "rewards.NAME.type=function and rewards.NAME.function=file.py:name"
 _ROWS: Final = "task.type=rows and task.train.0.path"
-_MIXTURE: Final = "tasks, a mixture in place of task"
 _SERVER: Final = "an argument of the server: flatpeak serve MODEL -- --"
 _CRITIC: Final = f"{_NONE}: baselines are those of a group, without a critic"
 _LIGER: Final = f"{_NONE}: logits are computed in chunks, training.micro_batch_tokens bounds the memory of a pass"
@@ -139,7 +138,7 @@ FOREIGN_NAMES: Final = {
     "ppo_micro_batch_size": _MEMORY,
     "ppo_micro_batch_size_per_gpu": _MEMORY,
     "ppo_mini_batch_size": "rollout.prompts_per_step divided by training.minibatches",
-    "prompt_data_probs": f"{_MIXTURE}: each of its tasks has a weight",
+    "prompt_data_probs": "tasks.0.weight and so on, of a list of tasks in place of task",
     "prompt_max_len": "prompt.max_tokens and prompt.overlong",
     "push_to_hub": "the command flatpeak push RUN --repo OWNER/NAME, after the run",
     "ref_model_sync_steps": "reference.reset_every",

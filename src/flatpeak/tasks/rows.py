@@ -9,7 +9,7 @@ from dataclasses import replace
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from flatpeak.errors import UserError
 from flatpeak.tasks.conversations import conversation_text, read_messages, split_answer
@@ -55,12 +55,6 @@ class RowsConfig(SeededConfig):
     integers_only: bool = False
     """Keep only rows whose gold answer is an integer."""
 
-    @model_validator(mode="after")
-    def _has_data(self) -> RowsConfig:
-        if not self.train and not self.test:
-            raise ValueError("task names no data: give task.train or task.test at least one source")
-        return self
-
     def load(self) -> ExampleTask:
         """Read the sources and split them.
 
@@ -71,6 +65,8 @@ class RowsConfig(SeededConfig):
 
         `overlap` applies only to the training side, after the split.
         """
+        if not self.train and not self.test:
+            raise UserError("task names no data: give task.train or task.test at least one source")
         train, test = _split(self)
         notices: tuple[str, ...] = ()
         if self.overlap is not None and train:
