@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 from flatpeak import __version__
 from flatpeak.errors import UserError
 from flatpeak.runs.metrics import by_task
-from flatpeak.tasks.custom import CustomTaskConfig
 from flatpeak.utils.redaction import redact
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def _task_name(config: RunConfig, task: Task | None) -> str:
 
 
 def _named(section: TaskConfig) -> str:
-    if isinstance(section, CustomTaskConfig):
+    if section.type == "custom":
         return section.factory.rpartition(":")[2]
     return str(getattr(section, "name", section.type))
 
