@@ -148,6 +148,17 @@ def test_a_task_from_python_beside_a_mixture_is_refused(recipe: Recipe, train: T
         train(mixture(recipe), task=task)
 
 
+@pytest.mark.parametrize("where", ["tasks.1", "evaluation.sets.bad"])
+def test_an_error_in_the_data_names_its_task_or_set(recipe: Recipe, train: Train, where: str) -> None:
+    config, bad = mixture(recipe), {"type": "rows", "test": [{"path": "nofile.jsonl"}]}
+    if where == "tasks.1":
+        config["tasks"][1]["task"] = bad
+    else:
+        config["evaluation"]["sets"] = {"bad": bad}
+    with pytest.raises(UserError, match=rf"^{where}: task.test.0.path=nofile.jsonl: does not exist"):
+        train(config)
+
+
 def test_a_set_named_as_the_task_is_refused(recipe: Recipe, train: Train) -> None:
     with pytest.raises(UserError, match="'arithmetic' names two tasks or evaluation sets"):
         train(recipe(evaluation={"sets": {"arithmetic": SUMS}}))

@@ -15,7 +15,7 @@ from flatpeak.policy.model import Policy
 from flatpeak.protocols import Progress, Task
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.manifest import flatten
-from flatpeak.tasks.config import build_task
+from flatpeak.tasks.config import TaskConfig, build_task
 from flatpeak.tasks.custom import check_task
 from flatpeak.tasks.mixture import check_names, leaks, mix, named
 from flatpeak.tasks.prompts import build_prompts
@@ -81,15 +81,28 @@ def open_tasks(config: RunConfig, own: Task | None = None) -> RunTasks:
         raise UserError("a task from Python beside tasks: both are the data to train on; leave one of them out")
     shares: Mapping[str, float] = {}
     if config.tasks:
-        mixture = mix([(item.name, item.weight, build_task(item.task)) for item in config.tasks])
+        built = [_build(item.task, where=f"tasks.{index}") for index, item in enumerate(config.tasks)]
+        mixture = mix([(item.name, item.weight, task) for item, task in zip(config.tasks, built, strict=True)])
         main, shares = cast("Task", mixture), mixture.shares
     else:
         main = check_task(own, where="task") if own else build_task(config.task)
     first = build_task(config.curriculum.task) if config.curriculum else None
-    sets = {name: named(name, build_task(section).test) for name, section in (config.evaluation.sets or {}).items()}
+    sets = {
+        name: named(name, _build(section, where=f"evaluation.sets.{name}").test)
+        for name, section in (config.evaluation.sets or {}).items()
+    }
     if sets:
         check_names([main.name, *shares, *sets])
     return RunTasks(main=main, first=first, sets=sets, shares=shares)
+
+
+def _build(section: TaskConfig, *, where: str) -> Task:
+    """The task of a section; an error names the section, since its own keys begin with `task`."""
+    try:
+        return build_task(section)
+    except UserError as error:
+        error.args = (f"{where}: {error}",)
+        raise
 
 
 def make_data(config: RunConfig, tasks: RunTasks, policy: Policy, progress: Progress) -> RunData:
