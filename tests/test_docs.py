@@ -68,6 +68,7 @@ def every_block(language: str, *, without: str | None = None) -> list[Any]:
 def general(name: str) -> str:
     """A metric's name as the documents write it."""
     name = re.sub(r"@\d+$", "@k", name.replace(f"eval/{TASK}/", "eval/<task>/"))
+    name = name.replace(f"reward/{TASK}/mean", "reward/<task>/mean").replace("eval/mixture/", "eval/<task>/")
     name = re.sub(r"(robustness)/\w+$", r"\1/<kind>", name)
     name = re.sub(r"(sharpness/\w*fall)_[\d.]+", r"\1_<radius>", name)
     for component in PARTS:
@@ -131,6 +132,9 @@ def test_docs_define_just_the_metrics_that_a_run_writes(recipe: Callable[..., An
     extracted = {PARTS[0]: NumberReward(), PARTS[1]: (varied, 1)}
     again = train(corrected, task=task, reward=extracted, sampler=Versioned, overwrite=True)
     rows += read_metrics(again.path / "metrics.jsonl")
+    mixture = recipe(training={"steps": 1}, evaluation={"every": 0})
+    mixture["tasks"] = [{"task": mixture.pop("task"), "name": TASK}]
+    rows += read_metrics(train(mixture, overwrite=True).path / "metrics.jsonl")
     assert {row["stage"] for row in rows} == {"sft", "train", "eval"}
     defined = defined_metrics()
     if not ProcessPeak().reset():  # in a sandbox, or on another system than Linux

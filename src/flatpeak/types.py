@@ -41,6 +41,8 @@ class Example:
     """The text that a published protocol puts before its worked examples and the question; part of the prompt."""
     shots: tuple[str, ...] = ()
     """Worked examples between preamble and question. If the prompt would be too long, the last ones are omitted."""
+    task: str = ""
+    """The name of its task in a mixture of tasks; empty without a mixture."""
 
     @property
     def golds(self) -> tuple[str, ...]:

@@ -43,6 +43,7 @@ REQUIRED = {
     "training.stop_when.metric": "reward/mean",
     "curriculum.task": {"type": "arithmetic"},
     "curriculum.steps": 10,
+    "tasks.0.task": {"type": "arithmetic"},
 }
 """Values of settings without a default."""
 

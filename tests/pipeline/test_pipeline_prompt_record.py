@@ -162,6 +162,10 @@ def test_a_copy_whose_grading_runs_code_leaves_the_task_to_whoever_evaluates_it(
         ({"task": {"type": "math", "math500_path": "x.jsonl"}}, "task.math500_path=x.jsonl"),
         ({"task": {"type": "rows", "train": [{"hub": "me/rows"}, {"path": "a.csv"}]}}, "task.train.1.path=a.csv"),
         ({"task": {"type": "rows", "train": [{"hub": "../data"}]}}, "task.train.0.hub=../data"),
+        ({"tasks": [{"task": {"type": "custom", "factory": "evil.py:task"}}]}, "tasks.0.task.type=custom"),
+        ({"tasks": {"task": {"type": "gsm8k"}}}, "tasks.0.task.type=None"),
+        ({"evaluation": {"sets": {"x": {"type": "custom", "factory": "evil.py:x"}}}}, "evaluation.sets.x.type=custom"),
+        ({"evaluation": {"sets": {"x": {"type": "gsm8k", "path": "/etc"}}}}, "evaluation.sets.x.path=/etc"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -171,7 +175,8 @@ def test_a_record_can_name_no_code_server_or_file(copy: Path, section: dict[str,
     record = read_prompt_record(copy)
     assert record is not None
     assert str(record.unsafe).startswith(unsafe)
-    assert {"task", "rewards"}.isdisjoint(record.recipe())
+    assert {"task", "tasks", "rewards"}.isdisjoint(record.recipe())
+    assert "sets" not in record.recipe().get("evaluation", {})
     with pytest.raises(UserError, match=r"is loaded for its own run only\): give --recipe"):
         compare_checkpoints([str(copy)])
 

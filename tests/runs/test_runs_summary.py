@@ -54,6 +54,7 @@ def test_its_json_is_plain(tmp_path):
         "subsets": {},
         "robustness": {},
         "choices": None,
+        "sets": {},
     }
     assert content["signal"] == 15
 

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from flatpeak.rollout.randomness import completion_keys
-from flatpeak.training.curriculum import Stream, take_prompts
+from flatpeak.training.curriculum import MixedStream, Stream, take_prompts
 from flatpeak.types import Example, Prompt
 
 
@@ -72,3 +72,38 @@ def test_equal_texts_under_different_ids_stay_two_prompts() -> None:
     drawn = take_prompts(Stream(items=prompts("first", "second"), seed=0), 0, 2)
     assert sorted(prompt.id for prompt in drawn) == ["first", "second"]
     assert len(set(completion_keys(7, [prompt.id for prompt in drawn], 4).tolist())) == 8
+
+
+def mixed(*sizes_and_weights: tuple[int, float]) -> MixedStream[str]:
+    streams = [
+        Stream(items=[f"{task}{index}" for index in range(size)], seed=number)
+        for number, (task, (size, _)) in enumerate(zip("abcdefghij", sizes_and_weights, strict=False))
+    ]
+    return MixedStream(items=(), seed=0, streams=streams, weights=[weight for _, weight in sizes_and_weights])
+
+
+@pytest.mark.parametrize("weights", [(0.7, 0.3), (7, 3), (0.05, 0.95), (1, 1, 1), (5, 3, 2), (0.3, 0.1, 0.4, 0.2)])
+def test_a_mixture_draws_each_task_by_its_share(weights: tuple[float, ...]) -> None:
+    stream = mixed(*[(50, weight) for weight in weights])
+    shares = [weight / sum(weights) for weight in weights]
+    tasks = [item[0] for _, item in stream.take(0, 1000)]
+    for task, share in zip("abcd", shares, strict=False):
+        assert abs(tasks.count(task) - 1000 * share) <= 1
+        # Every step has the share too, up to rounding.
+        assert all(abs(tasks[at : at + 20].count(task) - 20 * share) < 2 for at in range(0, 1000, 20))
+
+
+def test_each_task_of_a_mixture_has_its_own_passes() -> None:
+    drawn = mixed((70, 0.7), (5, 0.3)).take(0, 100)
+    by_pass = Counter((item[0], number) for number, item in drawn)
+    assert by_pass == {("a", 0): 70, **{("b", number): 5 for number in range(6)}}
+    assert len(set(drawn)) == 100
+
+
+@pytest.mark.parametrize("cuts", [[1] * 60, [7, 13, 1, 39], [59, 1]])
+def test_a_mixture_goes_on_from_any_position_with_the_same_items(cuts: list[int]) -> None:
+    stream, pieces, cursor = mixed((9, 5), (4, 3), (30, 2)), [], 0
+    for count in cuts:
+        pieces += stream.take(cursor, count)
+        cursor += count
+    assert pieces == stream.take(0, 60)

@@ -97,7 +97,7 @@ def chat_loop(
     for line in _opening(source, config, settings, recipe=recipe, chat_template=bool(tokenizer.chat_template)):
         console.note(line)
     from_python = source.record is not None and "task" in source.record.objects
-    has_task = recipe is not None or ("task" in own_recipe and not from_python)
+    has_task = recipe is not None or (bool({"task", "tasks"} & own_recipe.keys()) and not from_python)
     example = None if config is None or not has_task else example_question(config, tokenizer, source.run)
     if example is not None:
         console.note(f"try: {example}")
@@ -189,8 +189,8 @@ def example_question(config: RunConfig, tokenizer: Any, run: Path | None) -> str
     logged rollouts. None if there is neither: loading a data set would take too long."""
     question: str | None = None
     with suppress(UserError, OSError, ValueError, KeyError, IndexError):  # an example is not worth an error
-        if isinstance(config.task, ArithmeticConfig):
-            question = config.task.load().test[0].question
+        if isinstance(task := config.main_tasks[0], ArithmeticConfig):
+            question = task.load().test[0].question
         elif run is not None:
             question = _logged_question(config, tokenizer, RunPaths(run))
     if question is None or not question.isprintable() or not 0 < len(question) <= LONGEST_EXAMPLE:
@@ -284,12 +284,12 @@ def _opening(
         if chat_template and not settings.conversation:
             gained = "a conversation" if template == CHAT else "the model's own"
             form += f"; --template chat for {gained}"
-        words = _task_words(config.task)
+        words = _task_words(config.main_tasks[0])
         if words is None:
             lines.append(f"asked as in {recipe or 'training'}: {template}, {form}")
         else:
             lines.append(f"asked by {template}, {form}; the task words its questions as {words!r}: write so too")
-        shots = getattr(config.task, "shots", 0)
+        shots = getattr(config.main_tasks[0], "shots", 0)
         if shots:
             lines.append(f"without the {shots} worked examples that the task puts before each question")
     sampling = settings.sampling

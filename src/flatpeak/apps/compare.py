@@ -21,7 +21,8 @@ from flatpeak.tasks.prompts import CHAT, TEXT_TEMPLATES, PromptConfig, template_
 
 RawRecipe = Mapping[str, Any]
 """A recipe as written in YAML, unchecked."""
-EVALUATION_SECTIONS = ("task", "prompt", "rewards", "rollout", "evaluation")
+TASK_SECTIONS = ("task", "tasks")
+EVALUATION_SECTIONS = (*TASK_SECTIONS, "prompt", "rewards", "rollout", "evaluation")
 """The sections of a recipe that determine how a model is evaluated."""
 _WORDING = ("template", "system", "user", "chat_template_kwargs")
 _LONGEST_VALUE = 100
@@ -72,7 +73,7 @@ def compare_checkpoints(
     progress = RecordedProgress(SilentProgress() if progress is None else progress, NoticeLog())
     models = [model for name in names for model in _compared_models(name, stages=stages, several=len(names) > 1)]
     recipes = [model.recipe for model in models if model.recipe]
-    base = next((recipe for recipe in recipes if "task" in recipe), recipes[0] if recipes else {})
+    base = next((recipe for recipe in recipes if _names_task(recipe)), recipes[0] if recipes else {})
     explicit = list(overrides)
     if recipe is not None:
         evaluation_recipe = load_recipe(recipe)
@@ -80,9 +81,9 @@ def compare_checkpoints(
         explicit += [
             f"{section}="
             for section in EVALUATION_SECTIONS
-            if section in evaluation_recipe or "task" in evaluation_recipe
+            if section in evaluation_recipe or _names_task(evaluation_recipe)
         ]
-    if "task" not in base and not _overridden(overrides, "task"):
+    if not _names_task(base) and not _overridden(overrides, *TASK_SECTIONS):
         unsafe = next((f" ({model.unsafe} is loaded for its own run only)" for model in models if model.unsafe), "")
         raise UserError(
             f"none of these models belongs to a run with a config.yaml, so the task is unknown{unsafe}: give --recipe "
@@ -117,12 +118,12 @@ def _on_common_questions(evaluations: list[Evaluation]) -> tuple[list[Evaluation
 
     UserError if no question fits.
     """
-    common = set.intersection(*(set(evaluation.ids) for evaluation in evaluations))
-    if all(len(evaluation.ids) == len(common) for evaluation in evaluations):
+    common = set.intersection(*(evaluation.all_ids for evaluation in evaluations))
+    if all(len(evaluation.all_ids) == len(common) for evaluation in evaluations):
         return evaluations, []
     if not common:
         raise UserError("there is no question whose prompt fits into every model's context: compare fewer models")
-    most = max(evaluation.size for evaluation in evaluations)
+    most = max(len(evaluation.all_ids) for evaluation in evaluations)
     notice = f"{len(common)} of {most} questions fit into every model's context; the tables are of those"
     return [evaluation.only(common) for evaluation in evaluations], [notice]
 
@@ -132,8 +133,13 @@ def evaluated_by(recipe: RawRecipe, base: RawRecipe) -> dict[str, Any]:
 
     If that has a task, no evaluation section of `base` is kept: its rewards and metric mean nothing for another task.
     """
-    kept = {key: value for key, value in base.items() if "task" not in recipe or key not in EVALUATION_SECTIONS}
+    kept = {key: value for key, value in base.items() if not _names_task(recipe) or key not in EVALUATION_SECTIONS}
     return merge(kept, {section: recipe[section] for section in EVALUATION_SECTIONS if section in recipe})
+
+
+def _names_task(recipe: RawRecipe) -> bool:
+    """Whether a recipe says what a model is asked."""
+    return any(section in recipe for section in TASK_SECTIONS)
 
 
 def _compared_models(name: str, *, stages: bool, several: bool) -> list[_ComparedModel]:
@@ -167,7 +173,7 @@ def _check_comparable(model: _ComparedModel, config: RunConfig, explicit: Sequen
     own = parse_config(model.recipe)
     _check_named(model, own, config, explicit)
     same_template = _template(own.prompt) == _template(config.prompt)
-    if model.path is None and own.model.new is not None and not (own.task == config.task and same_template):
+    if model.path is None and own.model.new is not None and not (own.main_tasks == config.main_tasks and same_template):
         raise UserError(
             f"{model.label} would be made again from the text of another task than its own: compare checkpoints by "
             "name in place of --stages, or leave its task and prompt.template as they are"
@@ -194,15 +200,18 @@ def _check_comparable(model: _ComparedModel, config: RunConfig, explicit: Sequen
                 f"recipe judges by ({_format(graders[1])}): say how all are judged, with rewards.{name}.type=... or "
                 "--recipe"
             )
-    if "task" in model.recipe and own.task != config.task and not _overridden(explicit, "task"):
-        return [f"{model.label} was trained on another task ({own.task.type}); it is asked the first one's questions"]
+    other = own.main_tasks != config.main_tasks and not _overridden(explicit, *TASK_SECTIONS)
+    if _names_task(model.recipe) and other:
+        types = " and ".join(task.type for task in own.main_tasks)
+        return [f"{model.label} was trained on another task ({types}); it is asked the first one's questions"]
     return []
 
 
 def _check_named(model: _ComparedModel, own: RunConfig, config: RunConfig, explicit: Sequence[str]) -> None:
     """UserError if the questions or the grader were Python objects, which recipes cannot contain."""
     name = config.evaluation.accuracy_part or "NAME"
-    if "task" in model.objects and own.task == config.task and not _overridden(explicit, "task"):
+    same = own.main_tasks == config.main_tasks and not _overridden(explicit, *TASK_SECTIONS)
+    if "task" in model.objects and same:
         raise UserError(
             f"{model.label} was trained on a task from Python, which no recipe has: say what is asked, with "
             "task.type=custom task.factory=FILE.py:NAME, or --recipe"

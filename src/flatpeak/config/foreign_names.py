@@ -139,6 +139,7 @@ FOREIGN_NAMES: Final = {
     "ppo_micro_batch_size": _MEMORY,
     "ppo_micro_batch_size_per_gpu": _MEMORY,
     "ppo_mini_batch_size": "rollout.prompts_per_step divided by training.minibatches",
+    "prompt_data_probs": "tasks.0.weight and so on, of a list of tasks in place of task",
     "prompt_max_len": "prompt.max_tokens and prompt.overlong",
     "push_to_hub": "the command flatpeak push RUN --repo OWNER/NAME, after the run",
     "ref_model_sync_steps": "reference.reset_every",

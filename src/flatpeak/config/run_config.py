@@ -21,6 +21,7 @@ from flatpeak.training.config import (
     AdvantageConfig,
     CurriculumConfig,
     KLConfig,
+    MixtureItemConfig,
     ObjectiveConfig,
     OptimizerConfig,
     RewardModelConfig,
@@ -43,6 +44,8 @@ class RunConfig(StrictConfig):
     model: ModelConfig = ModelConfig()
     task: TaskConfig = ArithmeticConfig()
     """Questions and their gold answers; each type of task has its own keys."""
+    tasks: tuple[MixtureItemConfig, ...] = ()
+    """A mixture of tasks in place of `task`, each with its share of the prompts (docs/tasks.md)."""
     prompt: PromptConfig = PromptConfig()
     rollout: RolloutConfig = RolloutConfig()
     rewards: dict[str, RewardConfig] = Field(default={"correctness": NumberConfig()}, min_length=1)
@@ -143,6 +146,11 @@ class RunConfig(StrictConfig):
                 "completions; raise evaluation.sharpness.samples"
             )
         return self
+
+    @property
+    def main_tasks(self) -> tuple[TaskConfig, ...]:
+        """The tasks of the mixture, or the single task."""
+        return tuple(item.task for item in self.tasks) or (self.task,)
 
     @property
     def may_lack_accuracy(self) -> bool:

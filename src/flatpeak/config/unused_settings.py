@@ -13,6 +13,8 @@ from flatpeak.utils.user_code import FROM_PYTHON
 
 FUNCTIONS = ("objective.loss", "advantage.function")
 """The settings that name a user's function; each has a section `arguments` next to it."""
+_LONGEST_VALUE = 100
+"""The most characters of a section or list in an error."""
 Get = Callable[[str], Any]
 """The value of a dotted key; None if it is missing."""
 
@@ -176,6 +178,12 @@ RULES = (
         settings=("evaluation.sharpness.iterations", "evaluation.sharpness.tolerance"),
         instead="evaluation.sharpness.eigenvalue=true",
     ),
+    Rule(
+        choice="tasks",
+        applies=bool,
+        settings=("task",),
+        instead="tasks=[]",
+    ),
     *(_optimizer(section) for section in ("optimizer", "sft.optimizer", "reward_model.optimizer")),
     *_task("task"),
     *_task("curriculum.task"),
@@ -199,10 +207,11 @@ def refuse_unused(config: StrictConfig) -> None:
 
 
 def _as_yaml(value: Any) -> str:
-    """A value in YAML, as in recipes."""
-    if not isinstance(value, bool | list | tuple):
+    """A value in YAML, as in recipes; a long one is cut."""
+    if not isinstance(value, bool | list | tuple | StrictConfig):
         return str(value)
-    return json.dumps(value, default=lambda section: section.model_dump(mode="json", exclude_unset=True))
+    text = json.dumps(value, default=lambda section: section.model_dump(mode="json", exclude_unset=True))
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 
 def without_superseded(
@@ -211,7 +220,7 @@ def without_superseded(
     """Drop the settings that `merged` inherits from `base` and that a choice made in `delta` makes ineffective.
 
     `objective.loss=policy_gradient` over a recipe with `clip_low` means no clip; it is not a contradiction. If a user's
-    function replaces another, it does not inherit the arguments of the first.
+    function replaces another, it does not inherit the arguments of the first. A task of a type replaces a mixture.
     """
     kept = dict(merged)
     for choice in FUNCTIONS:
@@ -220,6 +229,8 @@ def without_superseded(
             section = choice.partition(".")[0]
             written = _find(delta, f"{section}.arguments") or ({},)
             kept[section] = {**kept[section], "arguments": written[0]}
+    if _find(delta, "task.type") is not None and _find(delta, "tasks") is None:
+        kept.pop("tasks", None)
     for rule in RULES:
         if _find(delta, rule.choice) is None or not rule.is_unused(lambda key: (_find(merged, key) or (None,))[0]):
             continue

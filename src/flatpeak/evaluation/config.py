@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from flatpeak.gradreg.config import PerturbedSet, read_perturbed
+from flatpeak.tasks.config import TaskConfig
 from flatpeak.utils.schema import StrictConfig
 
 Perturbation = Literal["numbers", "distractor", "framing", "rename", "typos"]
@@ -116,6 +117,9 @@ class EvaluationConfig(StrictConfig):
     """The number of questions to perturb, starting at the first evaluated question; null: all."""
     sharpness: SharpnessConfig | None = None
     """At every evaluation, measure how the reward falls as weights are perturbed (docs/evaluation.md); null: do not."""
+    sets: dict[str, TaskConfig] | None = None
+    """Further evaluation sets by name: tasks whose test parts are measured at every evaluation, as
+    `eval/<name>/accuracy`. They do not choose the best checkpoint. null: none."""
     seed: int = 0
     """The seed of sampled completions, perturbed questions and sharpness; every evaluation uses the same."""
 

@@ -32,16 +32,37 @@ class Estimate:
     """`wilson` if every value is 0 or 1, else `bootstrap` (of questions)."""
 
 
-def estimate(values: Sequence[float | None], *, metric: str) -> Estimate:
-    """Estimate the mean of one metric; missing values (None) are left out."""
+def known_of(
+    values: Sequence[float | None], weights: Sequence[float] | None = None
+) -> tuple[list[float], list[float] | None]:
+    """The values that are not missing, and their weights."""
     known = [value for value in values if value is not None]
-    mean = float(np.mean(known)) if known else math.nan
+    if weights is None:
+        return known, None
+    return known, [weight for weight, value in zip(weights, values, strict=True) if value is not None]
+
+
+def mean_of(values: Sequence[float | None], weights: Sequence[float] | None = None) -> float:
+    """The mean of the values that are not missing; NaN if all are."""
+    known, weights = known_of(values, weights)
+    return float(np.average(known, weights=weights)) if known else math.nan
+
+
+def estimate(values: Sequence[float | None], *, metric: str, weights: Sequence[float] | None = None) -> Estimate:
+    """Estimate the mean of one metric; missing values (None) are left out.
+
+    With weights, Wilson's interval is that of (sum w)^2 / sum w^2 questions (Kish 1965).
+    """
+    mean = mean_of(values, weights)
+    known, weights = known_of(values, weights)
     if len(known) < 2:
         return Estimate(mean=mean, questions=len(known), interval=None, method=None)
     if metric not in COUNTS and not metric.startswith(DIFFERENCES) and all(value in (0.0, 1.0) for value in known):
-        interval = wilson_interval(int(sum(known)), len(known))
+        size = len(known) if weights is None else sum(weights) ** 2 / sum(weight**2 for weight in weights)
+        interval = wilson_interval(sum(known) if weights is None else mean * size, size)
         return Estimate(mean=mean, questions=len(known), interval=interval, method="wilson")
-    return Estimate(mean=mean, questions=len(known), interval=bootstrap_interval(known), method="bootstrap")
+    interval = bootstrap_interval(known, weights=weights)
+    return Estimate(mean=mean, questions=len(known), interval=interval, method="bootstrap")
 
 
 def format_estimate(value: Estimate | None, *, of: int | None = None) -> str:

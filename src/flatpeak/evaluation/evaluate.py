@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from flatpeak.errors import UserError
 from flatpeak.evaluation.choice_ranking import Ranked, Ranker
 from flatpeak.evaluation.config import EvaluationConfig
-from flatpeak.evaluation.result import Evaluation
+from flatpeak.evaluation.result import Evaluation, first_of_each
 from flatpeak.evaluation.robustness import Judged, measure
 from flatpeak.evaluation.sharpness import Sharpness, SharpnessProbe
 from flatpeak.functional.estimators import maj_at_k, pass_at_k
@@ -55,6 +55,10 @@ class PolicyEvaluator(Evaluator):
     """The wording of perturbed questions."""
     longest_prompt: int
     """The most tokens of a perturbed question; longer questions are left out, which the coverage shows."""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """By task of a mixture, its share in every mean; empty without a mixture."""
+    sets: Sequence[PolicyEvaluator] = ()
+    """The evaluators of further sets, each called by its name."""
     ranker: Ranker | None = None
     sharpness: SharpnessProbe | None = None
     """Measures the sampler's policy under perturbed weights, at every evaluation."""
@@ -69,18 +73,23 @@ class PolicyEvaluator(Evaluator):
     def evaluate(self, *, size: int | None = None, robustness: bool = False) -> Evaluation:
         """Evaluate on the first `size` prompts; torch's random state is unchanged afterwards.
 
-        With `robustness`, also measure accuracy on the perturbed copies that `config.robustness` names. Sharpness uses
-        its own prompts, for any `size`.
+        The size is that of each task of a mixture and of each further set. With `robustness`, also measure accuracy on
+        the perturbed copies that `config.robustness` names. Sharpness uses its own prompts, for any `size`.
         """
         self.reward.check()
-        prompts = self.prompts[:size]
+        prompts = self._first(size)
         with torch.random.fork_rng():
             evaluation = self._evaluate(prompts)
+            if self.sets:
+                evaluation = replace(evaluation, sets={one.task: one._evaluate(one._first(size)) for one in self.sets})
             if robustness and self.config.robustness:
                 evaluation = self._with_robustness(evaluation, prompts)
             return (
                 evaluation if self.sharpness is None else replace(evaluation, sharpness=self._sharpness(self.sharpness))
             )
+
+    def _first(self, size: int | None) -> list[Prompt]:
+        return [self.prompts[index] for index in first_of_each([one.example.task for one in self.prompts], size)]
 
     def _evaluate(self, prompts: Sequence[Prompt]) -> Evaluation:
         rows: list[dict[str, Any]] = [_row(prompt) for prompt in prompts]
@@ -106,6 +115,8 @@ class PolicyEvaluator(Evaluator):
             ids=[prompt.id for prompt in prompts],
             rows=rows,
             subsets=[prompt.example.subsets for prompt in prompts],
+            tasks=[prompt.example.task for prompt in prompts] if self.shares else (),
+            shares=self.shares,
             choices=self.config.choices if any("options" in prompt.example.columns for prompt in prompts) else None,
             graded_by=self.config.accuracy_part if graded and self.may_lack_accuracy else None,
         )

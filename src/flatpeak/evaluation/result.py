@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from flatpeak.evaluation.config import ChoiceAnswers, is_verdict
-from flatpeak.evaluation.estimates import Estimate, estimate
+from flatpeak.evaluation.estimates import Estimate, estimate, mean_of
 from flatpeak.evaluation.robustness import Robustness
 from flatpeak.evaluation.sharpness import Sharpness
 
@@ -60,6 +61,17 @@ def subset_tables(subsets: Sequence[Mapping[str, str]], values: Values) -> dict[
     """A table for each column that any question has; `subsets` and every metric's values are by question."""
     columns = sorted({column for question in subsets for column in question})
     return {column: _table(column, [question.get(column) for question in subsets], values) for column in columns}
+
+
+def first_of_each(tasks: Sequence[str], size: int | None) -> list[int]:
+    """The indices of the first `size` questions of each task, by the questions' tasks; None: of all."""
+    counts = Counter[str]()
+    chosen = []
+    for index, task in enumerate(tasks):
+        counts[task] += 1
+        if size is None or counts[task] <= size:
+            chosen.append(index)
+    return chosen
 
 
 def without_verdicts(results: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,6 +140,12 @@ class Evaluation:
     """The ids of the questions: always the same questions in the same order."""
     rows: Sequence[Mapping[str, Any]]
     """Per question: id, gold, the greedy text and its finish reason, answer, scores, the samples' correctness."""
+    tasks: Sequence[str] = ()
+    """Per question, the task of a mixture that it belongs to; empty without a mixture."""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """By task of a mixture, its share in every mean; empty without a mixture."""
+    sets: Mapping[str, Evaluation] = field(default_factory=dict)
+    """The evaluations on further sets, by name."""
     subsets: Sequence[Mapping[str, str]] = ()
     """Per question, the subsets it belongs to: {"subject": "algebra"}."""
     robustness: Mapping[str, Robustness] = field(default_factory=dict)
@@ -140,9 +158,26 @@ class Evaluation:
     """The reward part for accuracy by default, if it gives scores other than 0 and 1; else None."""
 
     @cached_property
+    def weights(self) -> list[float] | None:
+        """The weight of each question, by which a task of a mixture counts by its share; None if all count the same."""
+        counts = Counter(self.tasks)
+        return [self.shares[task] / counts[task] for task in self.tasks] if self.shares else None
+
+    @cached_property
+    def apart(self) -> dict[str, Evaluation]:
+        """The evaluations of each task of a mixture and of each further set, by name."""
+        by_task = {
+            name: self._select([index for index, task in enumerate(self.tasks) if task == name]) for name in self.shares
+        }
+        alone = {name: replace(one, task=name, tasks=(), shares={}, sets={}) for name, one in by_task.items()}
+        return {**alone, **self.sets}
+
+    @cached_property
     def estimates(self) -> dict[str, Estimate]:
         """The estimate of every metric, including accuracy on the perturbed questions and under perturbed weights."""
-        estimates = {metric: estimate(values, metric=metric) for metric, values in self.values.items()}
+        estimates = {
+            metric: estimate(values, metric=metric, weights=self.weights) for metric, values in self.values.items()
+        }
         estimates |= {f"robustness/{kind}": one.estimate for kind, one in self.robustness.items()}
         return estimates | (self.sharpness.estimates if self.sharpness is not None else {})
 
@@ -175,8 +210,7 @@ class Evaluation:
         """The mean of a metric over the questions that have it; NaN if none does."""
         if metric not in self.values:
             return self.estimates[metric].mean
-        known = self.known(metric)
-        return float(np.mean(known)) if known else math.nan
+        return mean_of(self.values[metric], self.weights)
 
     def known(self, metric: str) -> list[float]:
         """The values of a metric that are not missing."""
@@ -187,17 +221,27 @@ class Evaluation:
         return {metric: one.mean for metric, one in self.estimates.items()}
 
     def first(self, size: int | None) -> Evaluation:
-        """The evaluation of only the first `size` questions, as in periodic evaluations."""
-        return self if size is None or size >= self.size else self._select(range(size))
+        """The evaluation of only the first `size` questions of each task, as in periodic evaluations."""
+        chosen = first_of_each(self.tasks or [""] * self.size, size)
+        return self if len(chosen) == self.size else self._select(chosen)
+
+    @property
+    def all_ids(self) -> set[str]:
+        """The ids of the questions, those of the further sets included."""
+        return {*self.ids, *(id for one in self.sets.values() for id in one.ids)}
 
     def only(self, ids: set[str]) -> Evaluation:
         """The evaluation of only the questions with these ids."""
-        return self if ids >= set(self.ids) else self._select([i for i, id in enumerate(self.ids) if id in ids])
+        if ids >= self.all_ids:
+            return self
+        sets = {name: one.only(ids) for name, one in self.sets.items()}
+        return replace(self._select([i for i, id in enumerate(self.ids) if id in ids]), sets=sets)
 
     def without_verdicts(self) -> Evaluation:
         """The evaluation without the metrics that count right answers."""
         rows = [{key: value for key, value in row.items() if key != "samples_correct"} for row in self.rows]
-        return replace(self, values=without_verdicts(self.values), rows=rows)
+        sets = {name: one.without_verdicts() for name, one in self.sets.items()}
+        return replace(self, values=without_verdicts(self.values), rows=rows, sets=sets)
 
     def _select(self, indices: Sequence[int]) -> Evaluation:
         """The evaluation of some questions, without results on perturbed questions and sharpness, which are for the
@@ -209,6 +253,7 @@ class Evaluation:
             ids=[self.ids[index] for index in indices],
             rows=[self.rows[index] for index in indices],
             subsets=[self.subsets[index] for index in indices] if self.subsets else (),
+            tasks=[self.tasks[index] for index in indices] if self.tasks else (),
             robustness={},
             sharpness=None,
         )
@@ -229,4 +274,5 @@ class Evaluation:
             "counted": {metric: count for metric, count in counts.items() if count != self.size},
             "subsets": {column: table.as_dict() for column, table in self.subset_tables.items()},
             "robustness": {kind: one.as_dict() for kind, one in self.robustness.items()},
+            **({"sets": {name: one.as_dict() for name, one in self.apart.items()}} if self.apart else {}),
         }

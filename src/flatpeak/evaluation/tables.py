@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from flatpeak.evaluation.config import ChoiceAnswers
-from flatpeak.evaluation.estimates import format_estimate
+from flatpeak.evaluation.estimates import format_estimate, known_of, mean_of
 from flatpeak.evaluation.result import Evaluation
-from flatpeak.functional.estimators import paired_bootstrap
+from flatpeak.functional.estimators import bootstrap_interval
 
 METHODS: Final = (
     "95% intervals: Wilson's for shares of questions (every value 0 or 1), else a bootstrap of the questions; "
@@ -84,19 +84,15 @@ def differences(before: Evaluation, after: Evaluation) -> dict[str, Change]:
     changes: dict[str, Change] = {}
     befores, afters = before.by_question, after.by_question
     for metric in befores:
-        pairs = [
-            (old, new)
+        gains = [
+            None if old is None or new is None else new - old
             for old, new in zip(befores[metric], afters.get(metric, ()), strict=False)
-            if old is not None and new is not None
         ]
-        if len(pairs) > 1:
-            paired = paired_bootstrap([old for old, _ in pairs], [new for _, new in pairs])
-            changes[metric] = {
-                "difference": paired.difference,
-                "low": paired.low,
-                "high": paired.high,
-                "questions": len(pairs),
-            }
+        known, weights = known_of(gains, before.weights if gains and metric in before.values else None)
+        if len(known) > 1:
+            low, high = bootstrap_interval(known, weights=weights)
+            difference = mean_of(known, weights)
+            changes[metric] = {"difference": difference, "low": low, "high": high, "questions": len(known)}
     return changes
 
 
@@ -108,6 +104,8 @@ def render(
 ) -> str:
     """Render all tables as text. `changes` are the later models' differences from the first, by metric."""
     tables = [_metrics(labels, evaluations, changes)]
+    if evaluations[0].apart:
+        tables.append(_apart(labels, evaluations))
     tables += [_subsets(labels, evaluations, column) for column in evaluations[0].subset_tables]
     kinds = list(dict.fromkeys(kind for evaluation in evaluations for kind in evaluation.robustness))
     if kinds:
@@ -147,6 +145,17 @@ def _metrics(
             *(_format_change(change.get(metric)) for change in changes),
             "/".join(methods),
         )
+    return table
+
+
+def _apart(labels: Sequence[str], evaluations: Sequence[Evaluation]) -> Table:
+    """One row per task of a mixture and evaluation set: its questions, and each model's headline metric."""
+    metric = evaluations[0].headline
+    table = _table(f"{metric} by task", "task or evaluation set", labels)
+    for name, first in evaluations[0].apart.items():
+        estimates = [evaluation.apart[name].estimates.get(metric) for evaluation in evaluations]
+        cells = [format_estimate(one, of=first.size) for one in estimates]
+        table.add_row(f"{name}, {first.size} questions", *cells)
     return table
 
 

@@ -60,13 +60,15 @@ def maj_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool], k: int
 def bootstrap_interval(
     values: Sequence[float] | NDArray[np.floating],
     *,
+    weights: Sequence[float] | None = None,
     confidence: float = 0.95,
     num_resamples: int = 10000,
     seed: int = 0,
 ) -> tuple[float, float]:
     """The percentile bootstrap interval (low, high) of the mean (Efron 1979); the same seed gives the same interval.
 
-    Raises ValueError for an empty list, values that are not finite, or a confidence outside (0, 1).
+    With `weights`, the interval of the weighted mean: a value is resampled together with its weight. Raises ValueError
+    for an empty list, values that are not finite, or a confidence outside (0, 1).
     """
     values_N = np.asarray(values, dtype=np.float64)
     if values_N.ndim != 1 or values_N.size == 0 or not np.isfinite(values_N).all():
@@ -78,17 +80,24 @@ def bootstrap_interval(
         )
     generator = np.random.default_rng(seed)
     rows = max(1, _RESAMPLED_AT_ONCE // values_N.size)
+    weights_N = None if weights is None else np.asarray(weights, dtype=np.float64)
+    drawn = (
+        generator.integers(values_N.size, size=(min(rows, num_resamples - start), values_N.size))
+        for start in range(0, num_resamples, rows)
+    )
     means = np.concatenate(
         [
-            values_N[generator.integers(values_N.size, size=(min(rows, num_resamples - start), values_N.size))].mean(1)
-            for start in range(0, num_resamples, rows)
+            values_N[indices].mean(1)
+            if weights_N is None
+            else (values_N * weights_N)[indices].sum(1) / weights_N[indices].sum(1)
+            for indices in drawn
         ]
     )
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
 
 
-def wilson_interval(successes: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
+def wilson_interval(successes: float, total: float, confidence: float = 0.95) -> tuple[float, float]:
     """The score interval (low, high) of a proportion (Wilson 1927).
 
     Unlike the bootstrap interval, it has a width when all or none succeed: 0 of n reaches up to z^2 / (n + z^2).

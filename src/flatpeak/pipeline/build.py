@@ -14,7 +14,7 @@ from flatpeak.pipeline.evaluators import build_evaluator
 from flatpeak.pipeline.policies import announce_recipe, check_model, named_reference, open_policy
 from flatpeak.pipeline.request import Algorithm, CallerObjects, check_given_again, make_algorithm
 from flatpeak.pipeline.rollout_engines import build_sampler
-from flatpeak.pipeline.run_data import RunData, RunTasks, make_data, make_prompts, open_tasks
+from flatpeak.pipeline.run_data import RunData, RunTasks, make_data, make_prompts, make_sets, open_tasks
 from flatpeak.pipeline.run_rewards import RunRewards, open_rewards, prepare_reward, rewards_of
 from flatpeak.pipeline.samplers import DisplayedSampler, make_sampler
 from flatpeak.policy.model import Policy
@@ -92,7 +92,15 @@ def build_components(
         resources.callback(sampler.close)
         name = tasks.main.name
         evaluator = build_evaluator(
-            config, policy, sampler, rewards.main, lambda: algorithm, task=name, prompts=data.test
+            config,
+            policy,
+            sampler,
+            rewards.main,
+            lambda: algorithm,
+            task=name,
+            shares=tasks.shares,
+            prompts=data.test,
+            sets=data.sets,
         )
         return Components(
             policy=policy,
@@ -103,7 +111,7 @@ def build_components(
             phases=_phases(config, tasks, data, rewards),
             reference=named_reference(config, policy),
             evaluator=evaluator,
-            sft_check=replace(evaluator, prompts=data.check, sharpness=None),
+            sft_check=replace(evaluator, prompts=data.check, sets=(), sharpness=None),
             resources=resources.pop_all(),
         )
 
@@ -134,8 +142,7 @@ def open_evaluation(config: RunConfig, *, progress: Progress) -> Iterator[Policy
         reward = open_rewards(alone, None, resources, progress=progress).main
         policy = open_policy(config, CallerObjects(), tasks.examples, checkpoint=None)
         resources.callback(policy.release)
-        name = tasks.main.name
-        prompts = make_prompts(config, tasks.main.test, policy, progress, split=f"{name} test")
+        prompts = make_prompts(config, tasks.main.test, policy, progress, split=f"{tasks.main.name} test")
         sampler = DisplayedSampler(build_sampler(policy, config, trains=False), progress)
         resources.callback(sampler.close)
         evaluator = build_evaluator(
@@ -144,8 +151,10 @@ def open_evaluation(config: RunConfig, *, progress: Progress) -> Iterator[Policy
             sampler,
             reward,
             lambda: make_algorithm(config, CallerObjects()),
-            task=name,
+            task=tasks.main.name,
+            shares=tasks.shares,
             prompts=prompts,
+            sets=make_sets(config, tasks, policy, progress),
         )
         prepare_reward(reward, prompts)
         yield evaluator

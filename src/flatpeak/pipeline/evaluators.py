@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -37,20 +37,25 @@ def build_evaluator(
     make_algorithm: Callable[[], Algorithm],
     *,
     task: str,
+    shares: Mapping[str, float],
     prompts: Sequence[Prompt],
+    sets: Mapping[str, Sequence[Prompt]],
 ) -> PolicyEvaluator:
     """The evaluator of a policy on these prompts; UserError for letters that cannot be ranked, or nothing to perturb.
 
-    `make_algorithm` is called where sharpness is measured: other evaluations need none of the user's functions for it.
+    `shares` are those of the tasks of a mixture, `sets` the prompts of further evaluation sets. `make_algorithm` is
+    called where sharpness is measured: other evaluations need none of the user's functions for it.
     """
     ranker = None
     if config.evaluation.choices == "rank":
         ranker = LetterRanker(policy=policy, tokenizer=policy.tokenizer)
-        ranker.check(prompts)
-    return PolicyEvaluator(
+        for asked in (prompts, *sets.values()):
+            ranker.check(asked)
+    evaluator = PolicyEvaluator(
         config=config.evaluation,
         task=task,
         prompts=prompts,
+        shares=shares,
         sampler=sampler,
         reward=reward,
         max_new_tokens=config.rollout.max_new_tokens,
@@ -62,6 +67,8 @@ def build_evaluator(
         ranker=ranker,
         sharpness=_sharpness_probe(config, policy, reward, make_algorithm),
     )
+    further = (replace(evaluator, task=name, prompts=asked, shares={}, sharpness=None) for name, asked in sets.items())
+    return replace(evaluator, sets=tuple(further))
 
 
 def _sharpness_probe(

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from flatpeak import __version__
 from flatpeak.errors import UserError
+from flatpeak.runs.metrics import by_task
 from flatpeak.utils.redaction import redact
 
 if TYPE_CHECKING:
     from flatpeak.config.run_config import RunConfig
     from flatpeak.protocols import Progress, Task
+    from flatpeak.tasks.config import TaskConfig
 
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_BETWEEN_COUNTS = 30.0
@@ -79,7 +81,11 @@ def _model_name(config: RunConfig, model: Any) -> str:
 def _task_name(config: RunConfig, task: Task | None) -> str:
     if task is not None:
         return str(getattr(task, "name", type(task).__name__))
-    section = config.task
+    named = [item.name for item in config.tasks] or [None]
+    return " and ".join(name or _named(section) for name, section in zip(named, config.main_tasks, strict=True))
+
+
+def _named(section: TaskConfig) -> str:
     if section.type == "custom":
         return section.factory.rpartition(":")[2]
     return str(getattr(section, "name", section.type))
@@ -205,14 +211,17 @@ class MetricsLine:
 
     def update(self, metrics: Mapping[str, float]) -> str:
         """The line to display after a step with these metrics."""
-        # eval/<task>/<metric>, where the metric's own name may have slashes too.
-        evaluated = {name.split("/", 2)[2]: value for name, value in metrics.items() if name.startswith("eval/")}
+        tasks = by_task(metrics)
+        evaluated = next(iter(tasks.values()), {})
         chosen = next((name for name in self._names if name in evaluated), None)
         if chosen is not None:
             # A training step has a reward too.
             label = chosen if "accuracy" in chosen else f"held-out {chosen}"
-            self._evaluation = (
-                f"{label} {evaluated[chosen]:.3f}" if math.isfinite(evaluated[chosen]) else f"{label} unknown"
-            )
+            apart = [f"{task} {_number(one[chosen])}" for task, one in list(tasks.items())[1:] if chosen in one]
+            self._evaluation = f"{label} {_number(evaluated[chosen])}" + (f" ({', '.join(apart)})" if apart else "")
         texts = [f"{label} {form.format(metrics[name])}" for name, label, form in _STEP_METRICS if name in metrics]
         return ", ".join([self._evaluation, *texts] if self._evaluation is not None else texts)
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}" if math.isfinite(value) else "unknown"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -100,12 +100,12 @@ class PromptRecord(BaseModel):
         from_python = [name for name in ("task", "reward") if name in self.objects]
         if from_python:
             return f"a {from_python[0]} from Python"
-        task = self.evaluation.get("task")
-        if _type_of(task) not in SAFE_TASKS:
-            return f"task.type={_type_of(task)}"
-        local = next((f"{key}={value}" for key, value in flatten(task, "task").items() if _is_local(key, value)), None)
-        if local is not None:
-            return local
+        for name, task in _tasks(self.evaluation):
+            if _type_of(task) not in SAFE_TASKS:
+                return f"{name}.type={_type_of(task)}"
+            for key, value in flatten(task, name).items():
+                if _is_local(key, value):
+                    return f"{key}={value}"
         rewards = self.evaluation.get("rewards")
         types = {name: _type_of(reward) for name, reward in rewards.items()} if isinstance(rewards, Mapping) else {}
         return next((f"rewards.{name}.type={kind}" for name, kind in types.items() if kind not in SAFE_REWARDS), None)
@@ -122,8 +122,28 @@ class PromptRecord(BaseModel):
         }
         if self.sampling is not None:
             recipe["rollout"]["max_new_tokens"] = self.sampling.max_new_tokens
-        names = ("evaluation",) if self.unsafe else ("task", "rewards", "evaluation")
-        return recipe | {name: self.evaluation[name] for name in names if name in self.evaluation}
+        recorded = dict(self.evaluation)
+        if self.unsafe:
+            recorded = {"evaluation": {key: value for key, value in _section(recorded, "evaluation") if key != "sets"}}
+        recorded.pop("task" if recorded.get("tasks") else "tasks", None)
+        names = ("task", "tasks", "rewards", "evaluation")
+        return recipe | {name: recorded[name] for name in names if name in recorded}
+
+
+def _tasks(recipe: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The sections of a recorded recipe that are tasks, by their keys."""
+    tasks = recipe.get("tasks") or []
+    if not tasks:
+        yield "task", recipe.get("task")
+    for index, item in enumerate(tasks if isinstance(tasks, list) else [None]):
+        yield f"tasks.{index}.task", item.get("task") if isinstance(item, Mapping) else None
+    for name, section in _section(dict(_section(recipe, "evaluation")), "sets"):
+        yield f"evaluation.sets.{name}", section
+
+
+def _section(recipe: Mapping[str, Any], name: str) -> Iterable[tuple[str, Any]]:
+    section = recipe.get(name)
+    return section.items() if isinstance(section, Mapping) else ()
 
 
 def _type_of(section: Any) -> str:
@@ -174,7 +194,7 @@ def make_prompt_record(
         sampling=sampling,
         evaluation={
             "prompt": {name: resolved["prompt"][name] for name in ("max_tokens", "overlong")},
-            **{name: resolved[name] for name in ("task", "rewards", "evaluation")},
+            **{name: resolved[name] for name in ("task", "tasks", "rewards", "evaluation")},
         },
     )
 

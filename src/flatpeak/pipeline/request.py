@@ -168,7 +168,10 @@ def code_digests(config: RunConfig, objects: CallerObjects) -> dict[str, str]:
     called once they are loaded.
     """
     recipe = flatten(
-        config.model_dump(mode="json", include={"objective", "advantage", "rewards", "task", "curriculum"})
+        config.model_dump(
+            mode="json",
+            include={"objective", "advantage", "rewards", "task", "tasks", "curriculum", "evaluation"},
+        )
     )
     digests = {
         key: file_digest(value)

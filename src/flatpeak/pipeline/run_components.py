@@ -150,7 +150,9 @@ def share_components(components: Components, config: RunConfig, objects: CallerO
         components,
         sampler=shared["sampler"],
         phases=tuple(replace(phase, reward=rewards[id(phase.reward)]) for phase in components.phases),
-        evaluator=replace(components.evaluator, **shared),
+        evaluator=replace(
+            components.evaluator, **shared, sets=tuple(replace(one, **shared) for one in components.evaluator.sets)
+        ),
         sft_check=replace(components.sft_check, **shared),
     )
 
@@ -161,10 +163,11 @@ def check_alike(components: Components, code: Mapping[str, str], ranks: Ranks) -
     Gradients would be averaged over unlike models, and completions given to other prompts than drew them.
     """
     prompts = [prompt for phase in components.phases for prompt in phase.prompts.items]
+    test_prompts = [*components.data.test, *(prompt for one in components.data.sets.values() for prompt in one)]
     own = {
         "weights": checksums_of(list(components.policy.model.parameters())),
         "training prompts": _digest([(prompt.id, prompt.token_ids) for prompt in prompts]),
-        "test prompts": _digest([(prompt.id, prompt.token_ids) for prompt in components.data.test]),
+        "test prompts": _digest([(prompt.id, prompt.token_ids) for prompt in test_prompts]),
         "functions": _digest(sorted(code.items())),
         "demonstrations": _digest([(one.prompt_ids, one.target_ids) for one in components.data.demonstrations.items]),
     }

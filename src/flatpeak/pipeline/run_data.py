@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
@@ -15,16 +15,19 @@ from flatpeak.policy.model import Policy
 from flatpeak.protocols import Progress, Task
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.manifest import flatten
-from flatpeak.tasks.config import build_task
+from flatpeak.tasks.config import TaskConfig, build_task
 from flatpeak.tasks.custom import check_task
+from flatpeak.tasks.mixture import check_names, leaks, mix, named
 from flatpeak.tasks.prompts import build_prompts
-from flatpeak.training.curriculum import Stream
+from flatpeak.training.curriculum import MixedStream, Stream
 from flatpeak.training.sft import Demonstration, demonstrations
 from flatpeak.types import Example, Prompt
 from flatpeak.utils.control_tokens import notice_of_control_tokens
 from flatpeak.utils.huggingface import notice_of_unknown_characters
 
-_SECTIONS: Final = {"task", "curriculum", "prompt", "rewards", "reward_model"}
+_SECTIONS: Final = {"task", "tasks", "curriculum", "prompt", "rewards", "reward_model", "evaluation"}
+_TASKS: Final = ("task.", "tasks.", "curriculum.task.", "evaluation.sets.")
+"""Beginnings of the keys of tasks."""
 _SETTINGS: Final = ("path", "test_path", "math500_path", "hub", "rubric", "template")
 """The last components of the settings that may name a file; arguments of the user's functions may too."""
 _SPLITS: Final = (
@@ -37,15 +40,24 @@ _ENDINGS: Final = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".zip")
 
 @dataclass(frozen=True, kw_only=True)
 class RunTasks:
-    """The task of a run, and the first one of its curriculum."""
+    """The task of a run or its mixture of tasks, the first task of its curriculum, and its evaluation sets."""
 
     main: Task
     first: Task | None
+    sets: Mapping[str, Sequence[Example]]
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """The share of each task of a mixture; empty for a single task."""
 
     @property
     def examples(self) -> list[Example]:
         """The examples whose texts the tokenizer of a new model is made of."""
-        return [*self.main.train, *self.main.test, *(self.first.train if self.first else ())]
+        first = self.first.train if self.first else ()
+        return [
+            *self.main.train,
+            *self.main.test,
+            *first,
+            *(one for examples in self.sets.values() for one in examples),
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +70,39 @@ class RunData:
     check: tuple[Prompt, ...]
     """Training prompts that are set aside for `sft.stop_at`."""
     test: tuple[Prompt, ...]
+    sets: Mapping[str, tuple[Prompt, ...]]
+    """The questions of each further evaluation set."""
     demonstrations: Stream[Demonstration]
 
 
 def open_tasks(config: RunConfig, own: Task | None = None) -> RunTasks:
     """The recipe's tasks; `own` is the caller's in place of the main one."""
-    main = check_task(own, where="task") if own else build_task(config.task)
-    return RunTasks(main=main, first=build_task(config.curriculum.task) if config.curriculum else None)
+    if own and config.tasks:
+        raise UserError("a task from Python beside tasks: both are the data to train on; leave one of them out")
+    shares: Mapping[str, float] = {}
+    if config.tasks:
+        built = [_build(item.task, where=f"tasks.{index}") for index, item in enumerate(config.tasks)]
+        mixture = mix([(item.name, item.weight, task) for item, task in zip(config.tasks, built, strict=True)])
+        main, shares = cast("Task", mixture), mixture.shares
+    else:
+        main = check_task(own, where="task") if own else build_task(config.task)
+    first = build_task(config.curriculum.task) if config.curriculum else None
+    sets = {
+        name: named(name, _build(section, where=f"evaluation.sets.{name}").test)
+        for name, section in (config.evaluation.sets or {}).items()
+    }
+    if sets:
+        check_names([main.name, *shares, *sets])
+    return RunTasks(main=main, first=first, sets=sets, shares=shares)
+
+
+def _build(section: TaskConfig, *, where: str) -> Task:
+    """The task of a section; an error names the section, since its own keys begin with `task`."""
+    try:
+        return build_task(section)
+    except UserError as error:
+        error.args = (f"{where}: {error}",)
+        raise
 
 
 def make_data(config: RunConfig, tasks: RunTasks, policy: Policy, progress: Progress) -> RunData:
@@ -80,7 +118,7 @@ def make_data(config: RunConfig, tasks: RunTasks, policy: Policy, progress: Prog
             f"sft.check_size={check_size} sets all {len(train)} training rows aside for sft.stop_at: "
             "lower sft.check_size"
         )
-    main, first = _stream(train, config, "main"), None
+    main, first = _main_stream(train, config, tasks.shares), None
     demonstrated = train[check_size:]
     if config.curriculum and tasks.first:
         first_train = make_prompts(config, tasks.first.train, policy, progress, split=f"{tasks.first.name} train")
@@ -88,11 +126,19 @@ def make_data(config: RunConfig, tasks: RunTasks, policy: Policy, progress: Prog
         demonstrated = (*demonstrated, *first_train) if config.curriculum.in_sft else demonstrated
     return RunData(
         main=main,
+        sets=make_sets(config, tasks, policy, progress),
         first=first,
         check=train[:check_size],
         test=test,
         demonstrations=_demonstrations(config, demonstrated, policy, progress),
     )
+
+
+def make_sets(config: RunConfig, tasks: RunTasks, policy: Policy, progress: Progress) -> dict[str, tuple[Prompt, ...]]:
+    """The prompts of the evaluation sets, with notices of training questions among them."""
+    for notice in leaks(tasks.main.train, tasks.sets) if tasks.sets else ():
+        progress.notice(notice)
+    return {name: make_prompts(config, one, policy, progress, split=name) for name, one in tasks.sets.items()}
 
 
 def make_prompts(
@@ -117,9 +163,20 @@ def make_prompts(
     return built.prompts
 
 
+def _main_stream(prompts: tuple[Prompt, ...], config: RunConfig, shares: Mapping[str, float]) -> Stream[Prompt]:
+    """The prompts of the main task; of a mixture, those of each task in passes of their own."""
+    main = _stream(prompts, config, "main")
+    if not shares:
+        return main
+    by_task = {name: tuple(prompt for prompt in prompts if prompt.example.task == name) for name in shares}
+    streams = [_stream(own, config, f"main/{name}") for name, own in by_task.items()]
+    return MixedStream(items=prompts, seed=main.seed, streams=streams, weights=list(shares.values()))
+
+
 def _stream(prompts: tuple[Prompt, ...], config: RunConfig, name: str) -> Stream[Prompt]:
     if not prompts:
-        raise UserError("the task has no training prompts left: check task and prompt.overlong")
+        which = f" {name.removeprefix('main/')}" if "/" in name else ""
+        raise UserError(f"the task{which} has no training prompts left: check task and prompt.overlong")
     return Stream(items=prompts, seed=derive_seed(config.run.seed, "prompts", name))
 
 
@@ -157,7 +214,7 @@ def data_digests(config: RunConfig) -> dict[str, str]:
     """
     recipe = flatten(config.model_dump(mode="json", include=_SECTIONS))
     digests = {
-        key: _digest(value, in_task=key.startswith(("task.", "curriculum.task.")))
+        key: _digest(value, in_task=key.startswith(_TASKS))
         for key, value in recipe.items()
         if isinstance(value, str) and (key.rpartition(".")[2] in _SETTINGS or ".arguments." in key)
     }

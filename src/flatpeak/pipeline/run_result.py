@@ -84,7 +84,7 @@ class RunResult:
             known = rows[rows[name].notna()]
             steps, values = known["step"], known[name]
             if name.startswith("eval/"):  # the model before RL is at step 0
-                curve = held_out_curve(self.summary.evaluations, name.split("/", 2)[2])
+                curve = held_out_curve(self.summary.evaluations, name.split("/", 2)[2], on=name.split("/", 2)[1])
                 steps, values = (curve.steps, curve.values) if curve is not None else ((), ())
             axes.plot(steps, values, marker="o" if len(steps) < 30 else None)
             axes.set(title=name, xlabel="step")

@@ -93,6 +93,10 @@ def run_reward_model(request: RunRequest, *, model: Any = None, tokenizer: Any =
         run.progress.say(first_line(config, model=model))
         checkpoint = run.resume_point.train
         task = config.task
+        if config.tasks or config.evaluation.sets:
+            raise UserError(
+                "a reward model learns from one task of preference pairs: leave out tasks and evaluation.sets"
+            )
         if not isinstance(task, PreferencesConfig):
             raise UserError(
                 f"task.type={task.type}: a reward model learns from preference pairs; use task.type=preferences"

@@ -9,10 +9,13 @@ from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from flatpeak.report.curves import Curve, curve_svg
+from flatpeak.report.evaluations import headline_metric
 from flatpeak.runs.summary import StageEvaluation
 
 Row = dict[str, Any]
 
+SETS: Final = "Held-out results by task"
+_SETS_NOTE: Final = "A curve for each task of a mixture and for each further evaluation set."
 OVEROPTIMIZATION: Final = "Over-optimization"
 _OVEROPTIMIZATION_NOTE: Final = (
     "Held-out means of the reward parts, each in its own unit; of samples if evaluations draw any, else of greedy "
@@ -66,8 +69,13 @@ CHARTS: Final = (
     Chart(
         title="Reward",
         metrics="reward/*",
-        without=("reward/std", "reward/missing_fraction", "reward/*/failed", "reward/*/timeouts"),
+        without=("reward/std", "reward/missing_fraction", "reward/*/mean", "reward/*/failed", "reward/*/timeouts"),
         note="Mean over the sampled training completions, in total and by part. Good: rising, with held-out accuracy.",
+    ),
+    Chart(
+        title="Reward by task",
+        metrics="reward/*/mean",
+        note="Mean total reward of each task of the mixture. Flat for one task: it is too hard, or has a small weight.",
     ),
     Chart(
         title="Missing rewards",
@@ -202,6 +210,8 @@ def charts(
         answers = "samples" if metric.startswith("sampled/") else "one greedy answer to each question"
         note = f"Of {answers}. It chooses the best checkpoint."
         drawn.append({"svg": curve_svg(f"Held-out {metric}", [chosen]), "note": note})
+    if apart := set_curves(evaluations, metric):
+        drawn.append({"svg": curve_svg(SETS, apart, legend=True), "note": _SETS_NOTE})
     paid, measured = paid_and_measured(evaluations, weights or {})
     if paid:
         svg = curve_svg(
@@ -269,6 +279,14 @@ def accuracy_curves(evaluations: Sequence[StageEvaluation]) -> list[Curve]:
     return []
 
 
+def set_curves(evaluations: Sequence[StageEvaluation], metric: str | None) -> list[Curve]:
+    """The headline metric on each task of a mixture and each evaluation set, over RL steps."""
+    headline = headline_metric(evaluations[-1], metric=metric) if evaluations else None
+    names = dict.fromkeys(name for evaluation in evaluations for name in evaluation.sets)
+    curves = [held_out_curve(evaluations, headline, on=name, label=name) for name in names if headline is not None]
+    return [curve for curve in curves if curve is not None]
+
+
 def sharpness_curves(evaluations: Sequence[StageEvaluation]) -> list[Curve]:
     """The fall of the total reward over RL steps, one curve for each radius of noise."""
     names = dict.fromkeys(name for evaluation in evaluations for name in evaluation.metrics if name.startswith(_FALL))
@@ -295,10 +313,17 @@ def paid_and_measured(
     return (paid, measured) if paid and measured else ([], [])
 
 
-def held_out_curve(evaluations: Sequence[StageEvaluation], metric: str, *, label: str | None = None) -> Curve | None:
-    """A metric over RL steps, with the model before RL at step 0; None if no evaluation has it."""
+def held_out_curve(
+    evaluations: Sequence[StageEvaluation], metric: str, *, on: str | None = None, label: str | None = None
+) -> Curve | None:
+    """A metric over RL steps, with the model before RL at step 0; None if no evaluation has it.
+
+    `on` is a task of a mixture or an evaluation set; None: the whole of the task.
+    """
     points: dict[int, tuple[float, tuple[float, float] | None]] = {}
-    for evaluation in evaluations:
+    for evaluation in (one if on is None else one.on(on) for one in evaluations):
+        if evaluation is None:
+            continue
         value = evaluation.metrics.get(metric)
         if value is not None:
             step = evaluation.step if evaluation.stage == "train" else 0

@@ -135,6 +135,21 @@ def cell(evaluation: StageEvaluation, metric: str) -> str:
     )
 
 
+def sets_table(columns: Sequence[EvaluationColumn], *, metric: str | None = None) -> dict[str, Any] | None:
+    """The headline metric on each task of a mixture and each evaluation set; a column per evaluation."""
+    names = dict.fromkeys(name for column in columns for name in column.evaluation.sets)
+    headline = headline_metric(columns[-1].evaluation, metric=metric) if columns else None
+    if not names or headline is None:
+        return None
+    rows = []
+    for name in names:
+        on_set = [column.evaluation.on(name) for column in columns]
+        cells = [cell(one, headline) if one is not None else "" for one in on_set]
+        sizes = dict.fromkeys(str(one.size) for one in on_set if one is not None and one.size)
+        rows.append({"name": name, "size": " / ".join(sizes), "cells": cells})
+    return {"metric": headline, "columns": [column.label for column in columns], "rows": rows}
+
+
 def subset_tables(columns: Sequence[EvaluationColumn], *, metric: str | None = None) -> list[dict[str, Any]]:
     """One table per subset column of the best and the last evaluation: rows by value, micro and macro average.
 

@@ -27,11 +27,12 @@ from flatpeak.report.evaluations import (
     headline_metric,
     metric_table,
     robustness_table,
+    sets_table,
     subset_tables,
 )
 from flatpeak.runs.directory import RunPaths, run_hint
 from flatpeak.runs.files import write_atomic
-from flatpeak.runs.metrics import read_metrics
+from flatpeak.runs.metrics import by_task, read_metrics
 from flatpeak.runs.notices import START, no_signal_message, read_notices
 from flatpeak.runs.rollout_log import logged_steps, read_rollouts
 from flatpeak.runs.signals import signal_name
@@ -114,6 +115,7 @@ def page_content(run: RunPaths) -> dict[str, Any]:
         "charts": charts(rows, evaluations, weights=reward_weights(recipe), metric=metric),
         "unit": "pairs" if is_reward_model else "questions",
         "metric_table": metric_table(columns),
+        "sets_table": sets_table(columns, metric=metric),
         "subset_tables": subset_tables(columns, metric=metric),
         "robustness_table": robustness_table(columns),
         "evaluations": evaluations,
@@ -233,11 +235,10 @@ def evaluations_of(rows: Sequence[Row]) -> tuple[StageEvaluation, ...]:
         if row.get("stage") != "eval":
             stage = row.get("stage")
             continue
-        by_name = {name: value for name, value in row.items() if name.startswith("eval/")}
-        task = next(iter(by_name)).split("/")[1] if by_name else ""
-        metrics = {name.removeprefix(f"eval/{task}/"): value for name, value in by_name.items()}
+        (task, metrics), *others = by_task(row).items() or [("", {})]
+        sets = {name: {"task": name, "size": 0, "metrics": values, "intervals": {}} for name, values in others}
         evaluations.append(
-            StageEvaluation(stage=stage, step=row["step"], task=task, size=0, metrics=metrics, intervals={})
+            StageEvaluation(stage=stage, step=row["step"], task=task, size=0, metrics=metrics, intervals={}, sets=sets)
         )
     return tuple(evaluations)
 

@@ -56,6 +56,16 @@ class MetricsWriter:
         self.close()
 
 
+def by_task(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """The metrics `eval/<task>/<metric>` of a row by task, the main task first."""
+    tasks: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        if name.startswith("eval/"):
+            task, metric = name.split("/", 2)[1:]  # the metric's own name may have slashes too
+            tasks.setdefault(task, {})[metric] = value
+    return tasks
+
+
 def read_metrics(path: Path) -> list[Row]:
     """The rows of a metrics.jsonl, in order; lines that a crash or a full disk left incomplete are skipped."""
     return [row for _, row in read_lines(path)]

@@ -42,6 +42,14 @@ class StageEvaluation:
     """[kind of perturbation]: coverage, accuracy, the clean accuracy of the same questions, their difference."""
     choices: str | None = None
     """The way questions with lettered options were answered, `generate` or `rank`; None without such questions."""
+    sets: Mapping[str, Any] = field(default_factory=dict)
+    """The results of each task of a mixture and of each evaluation set, by name: fields as here, from `task` on."""
+
+    def on(self, name: str) -> StageEvaluation | None:
+        """The evaluation on one task of a mixture or one evaluation set; itself under the name of its own task."""
+        if name == self.task:
+            return self
+        return None if name not in self.sets else StageEvaluation(stage=self.stage, step=self.step, **self.sets[name])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

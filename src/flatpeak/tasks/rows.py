@@ -36,8 +36,8 @@ class RowsConfig(SeededConfig):
     type: Literal["rows"] = "rows"
     name: str = "rows"
     """The task's name, in metrics as `eval/<name>/accuracy`."""
-    train: tuple[SourceConfig, ...] = Field(min_length=1)
-    """One or more sources, concatenated."""
+    train: tuple[SourceConfig, ...] = ()
+    """One or more sources, concatenated. Empty: only `test`, as for `evaluation.sets`."""
     test: tuple[SourceConfig, ...] = ()
     """Sources of held-out rows, concatenated. Empty: `test_fraction` of the training rows is held out, by a seeded hash
     of the question's cluster."""
@@ -65,9 +65,11 @@ class RowsConfig(SeededConfig):
 
         `overlap` applies only to the training side, after the split.
         """
+        if not self.train and not self.test:
+            raise UserError("task names no data: give task.train or task.test at least one source")
         train, test = _split(self)
         notices: tuple[str, ...] = ()
-        if self.overlap is not None:
+        if self.overlap is not None and train:
             train, notice = drop_overlap(train, self.overlap)
             notices = (notice,)
         notices += repetition_notices(train, test, remedy="task.deduplicate=true drops them")
@@ -100,7 +102,7 @@ def _split(config: RowsConfig) -> Split:
     if not config.test:
         return _split_by_fraction(train, config)
     for side, sources, examples in (("train", config.train, train), ("test", config.test, test)):
-        if not examples:
+        if sources and not examples:
             raise _no_rows(side, sources)
     if config.near_duplicates is not None:
         near = near_any(

@@ -277,6 +277,17 @@ class CurriculumConfig(StrictConfig):
     """Whether SFT sees the first task's rationales too."""
 
 
+class MixtureItemConfig(StrictConfig):
+    """A task of a mixture."""
+
+    task: TaskConfig
+    """The task."""
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Its share of the prompts is this over the sum of all weights."""
+    name: str | None = None
+    """Its name in metrics, as in `eval/<name>/accuracy`; null: the task's own. Names differ within a mixture."""
+
+
 class SFTConfig(StrictConfig):
     """Supervised fine-tuning on rationales before RL; loss on completions only."""
 

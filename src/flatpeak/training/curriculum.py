@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -32,7 +33,35 @@ class Stream(Generic[Item]):
         ]
 
 
-@lru_cache(maxsize=8)
+@dataclass(frozen=True, kw_only=True)
+class MixedStream(Stream[Item]):
+    """Several streams as one, each with its share of the positions. A position determines that of every stream."""
+
+    streams: Sequence[Stream[Item]]
+    weights: Sequence[float]
+
+    def take(self, cursor: int, count: int) -> list[tuple[int, Item]]:
+        """`count` items from `cursor` on, each with the number of its pass over its own stream."""
+        drawn = (mixed_position(position, self.weights) for position in range(cursor, cursor + count))
+        return [self.streams[index].take(position, 1)[0] for index, position in drawn]
+
+
+def mixed_position(position: int, weights: Sequence[float]) -> tuple[int, int]:
+    """The index of the stream at a position of a mixture, and the position in that stream.
+
+    The first stream has floor(share * n + 1/2) of the first n positions; the others divide the rest alike. So every
+    step has each stream's share, up to rounding.
+    """
+    for index in range(len(weights) - 1):
+        share = weights[index] / sum(weights[index:])
+        before, after = (math.floor(share * end + 0.5) for end in (position, position + 1))
+        if after > before:
+            return index, before
+        position -= before
+    return len(weights) - 1, position
+
+
+@lru_cache(maxsize=32)
 def permutation(size: int, seed: int, epoch: int) -> list[int]:
     """The order of one pass."""
     generator = torch.Generator().manual_seed(derive_seed(seed, "order", epoch))

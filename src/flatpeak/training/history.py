@@ -49,7 +49,8 @@ class History:
         """
         for index, earlier in enumerate(self.evaluations):
             if evaluation["stage"] == "train" == earlier["stage"] and earlier["step"] != self.best_step:
-                self.evaluations[index] = {**earlier, "subsets": {}}
+                sets = {name: {**one, "subsets": {}} for name, one in earlier.get("sets", {}).items()}
+                self.evaluations[index] = {**earlier, "subsets": {}} | ({"sets": sets} if sets else {})
         self.evaluations.append(evaluation)
 
     def consider(self, step: int, value: float) -> None:

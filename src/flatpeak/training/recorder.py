@@ -179,11 +179,18 @@ class Recorder:
         perturbed = [row for one in evaluation.robustness.values() for row in one.rows]
         if perturbed:
             self._log_answers(f"{stage}_{step:06d}_perturbed", perturbed)
-        named = {f"eval/{evaluation.task}/{name}": value for name, value in results["metrics"].items()}
+        for name, further in evaluation.sets.items():
+            self._log_answers(f"{stage}_{step:06d}.{name}", further.rows)
+        named = {
+            f"eval/{one.task}/{name}": value
+            for one in (evaluation, *evaluation.apart.values())
+            for name, value in one.metrics().items()
+        }
         metrics = {**named, "time/eval": seconds}
         self._log("eval", step, metrics)
         self.progress.update("eval", step=step, total=step, metrics=metrics)
-        self.trackers.log_evaluation({"task": evaluation.task, **results}, evaluation.rows, step=step)
+        for one in (evaluation, *evaluation.apart.values()):
+            self.trackers.log_evaluation(one.as_dict(), one.rows, step=step)
         if stage == "train":
             self.history.consider(step, choice)
         return choice

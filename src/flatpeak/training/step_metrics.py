@@ -43,6 +43,7 @@ def step_metrics(
         "reward/mean": float(known.mean()) if len(known) else float("nan"),
         "reward/std": float(known.std()) if len(known) > 1 else float("nan"),
         "reward/missing_fraction": _mean(missing),
+        **task_rewards(rollouts.groups, rewards),
         **{f"reward/{name}": _mean(known_scores(scores)) for name, scores in rollouts.scores.parts.items()},
         **{f"reward/{name}/failed": float(count) for name, count in rollouts.failed.items()},
         **{f"reward/{name}/timeouts": float(count) for name, count in rollouts.timed_out.items()},
@@ -64,6 +65,16 @@ def step_metrics(
         "time/step": seconds,
         "throughput/response_tokens_per_second": sum(lengths) / seconds,
     }
+
+
+def task_rewards(groups: Sequence[Group], rewards: RewardTensors) -> dict[str, float]:
+    """The mean reward of each task of a mixture that the step has prompts of."""
+    tasks = [group.prompt.example.task for group in groups]
+    metrics = {}
+    for task in dict.fromkeys(name for name in tasks if name):
+        rows = [index for index, name in enumerate(tasks) if name == task]
+        metrics[f"reward/{task}/mean"] = _mean(rewards.rewards_PG[rows][rewards.valid_PG[rows]].tolist())
+    return metrics
 
 
 def policy_metrics(updates: Sequence[PolicyStatistics]) -> dict[str, float]:

@@ -76,6 +76,7 @@ def shortened(config: RunConfig, directory: str) -> dict[str, Any]:
         "evaluation.size": 1,
         "evaluation.final_size": None,
         "evaluation.robustness": [],
+        "evaluation.sets": None,
         "evaluation.sharpness": None,
     }
     recipe = apply_settings(config.model_dump(mode="json", exclude_unset=True), settings)

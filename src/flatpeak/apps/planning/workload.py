@@ -7,8 +7,9 @@ upper bounds, and notes say so.
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -17,14 +18,16 @@ import torch
 from flatpeak.apps.planning.planned_model import PlannedModel, new_model, read_model
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UnreachableDataError, UserError
+from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.pipeline.evaluators import longest_prompt
+from flatpeak.pipeline.run_data import open_tasks
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import adapter_source, build_tokenizer
 from flatpeak.protocols import Task
 from flatpeak.tasks.config import TaskConfig, build_task
 from flatpeak.tasks.preferences import PreferencesConfig
 from flatpeak.tasks.prompts import build_prompts, prompt_texts
-from flatpeak.types import Batch
+from flatpeak.types import Batch, Example
 from flatpeak.utils.control_tokens import TextEncoder
 from flatpeak.utils.huggingface import cache_alone, has_tokenizer, load_errors, load_tokenizer, local_or_hub
 
@@ -93,20 +96,20 @@ class Workload:
 def plan_workload(config: RunConfig) -> tuple[Workload, PlannedModel]:
     """The work of a recipe, and its model without weights; UserError if either is unusable."""
     notes: list[str] = []
-    task, first = _tasks(config, notes)
-    model, tokenizer = _model(config, task, first, notes)
+    task, first, sets = _tasks(config, notes)
+    model, tokenizer = _model(config, task, first, sets, notes)
     limit = longest_prompt(config, model.context)
     if task is None or tokenizer is None or (first is None and config.curriculum is not None):
         train, test, demonstrations = _bounds(config, task, limit=limit, notes=notes)
     else:
-        train, test, demonstrations = _counted(config, task, first, tokenizer, limit=limit, context=model.context)
+        train, test, demonstrations = _counted(config, task, first, sets, tokenizer, limit=limit, context=model.context)
     if not train:
         raise UserError("the task has no training prompts left: check task and prompt.overlong")
     evaluation, rollout, training = config.evaluation, config.rollout, config.training
     per_epoch = min(training.minibatches, rollout.prompts_per_step * rollout.group_size)
-    evaluated = max(evaluation.size or len(test), evaluation.final_size or 0)
+    evaluated = max(evaluation.size or len(test), evaluation.final_size or 0) * len(config.main_tasks)
     work = Workload(
-        task=task.name if task is not None else config.task.type,
+        task=task.name if task is not None else " and ".join(one.type for one in config.main_tasks),
         train_rows=len(task.train) if task is not None else None,
         test_rows=len(task.test) if task is not None else None,
         prompt_lengths=_first(sorted(train, reverse=True), rollout.prompts_per_step),
@@ -127,33 +130,43 @@ def plan_workload(config: RunConfig) -> tuple[Workload, PlannedModel]:
     return work, model
 
 
-def _tasks(config: RunConfig, notes: list[str]) -> tuple[Task | None, Task | None]:
-    """(the task, the first task of a curriculum); None for a task whose data are not available here."""
-    if isinstance(config.task, PreferencesConfig):
+def _tasks(config: RunConfig, notes: list[str]) -> tuple[Task | None, Task | None, list[Sequence[Example]]]:
+    """(the task or mixture, the first task of a curriculum, the evaluation sets); None for a task whose data are not
+    available here, and no set without data."""
+    if any(isinstance(task, PreferencesConfig) for task in config.main_tasks):
         raise UserError(
             "task.type=preferences: a plan is of SFT and RL, and preference pairs train a reward model; plan the "
             "recipe of the policy, whose rewards name the reward model"
         )
-    sections: list[TaskConfig] = [config.task]
-    if config.curriculum is not None:
-        sections.append(config.curriculum.task)
-    tasks: list[Task | None] = []
-    for section in sections:
-        try:
-            with cache_alone():
-                tasks.append(build_task(section))
-        except UnreachableDataError:
-            notes.append(f"the data of task {section.type} are not on this machine and are not fetched for a plan")
-            tasks.append(None)
-    return tasks[0], tasks[1] if len(tasks) > 1 else None
+    main_alone = config.model_copy(update={"curriculum": None, "evaluation": EvaluationConfig()})
+    main = _built(lambda: open_tasks(main_alone).main, config.main_tasks, notes)
+    curriculum = config.curriculum
+    first = _built(lambda: build_task(curriculum.task), (curriculum.task,), notes) if curriculum else None
+    sets = [
+        _built(partial(build_task, section), (section,), notes) for section in (config.evaluation.sets or {}).values()
+    ]
+    return main, first, [one.test for one in sets if one is not None]
 
 
-def _model(config: RunConfig, task: Task | None, first: Task | None, notes: list[str]) -> tuple[PlannedModel, Any]:
+def _built(build: Callable[[], Task], sections: Sequence[TaskConfig], notes: list[str]) -> Task | None:
+    try:
+        with cache_alone():
+            return build()
+    except UnreachableDataError:
+        types = " and ".join(section.type for section in sections)
+        notes.append(f"the data of task {types} are not on this machine and are not fetched for a plan")
+        return None
+
+
+def _model(
+    config: RunConfig, task: Task | None, first: Task | None, sets: Sequence[Sequence[Example]], notes: list[str]
+) -> tuple[PlannedModel, Any]:
     """The model, and its tokenizer if that is available here."""
     source = config.model
     if source.new is None:
         return read_model(source), _tokenizer(adapter_source(source))
     examples = [*(task.train if task else ()), *(task.test if task else ()), *(first.train if first else ())]
+    examples += [example for one in sets for example in one]
     texts = [*prompt_texts(examples, config.prompt), *(e.rationale for e in examples if e.rationale)]
     if task is None:
         notes.append("the vocabulary of model.new depends on the data: that of printable ASCII is assumed")
@@ -180,12 +193,22 @@ Tokens = tuple[list[int], list[int], list[tuple[int, int]]]
 
 
 def _counted(
-    config: RunConfig, task: Task, first: Task | None, tokenizer: Any, *, limit: int, context: int | None
+    config: RunConfig,
+    task: Task,
+    first: Task | None,
+    sets: Sequence[Sequence[Example]],
+    tokenizer: Any,
+    *,
+    limit: int,
+    context: int | None,
 ) -> Tokens:
-    """The tokens of all prompts; with a curriculum, those of the stage whose steps are larger."""
-    train, others, test = (
+    """The tokens of all prompts; with a curriculum, those of the stage whose steps are larger.
+
+    Held-out prompts are those of the task or of an evaluation set, whichever are larger in all.
+    """
+    train, others, *asked = (
         build_prompts(tuple(examples), tokenizer, config.prompt, max_tokens=limit).prompts
-        for examples in (task.train, first.train if first else (), task.test)
+        for examples in (task.train, first.train if first else (), task.test, *sets)
     )
     stages = [[len(prompt.token_ids) for prompt in prompts] for prompts in (train, others)]
     largest = max(stages, key=lambda lengths: sum(sorted(lengths)[-config.rollout.prompts_per_step :]))
@@ -196,7 +219,8 @@ def _counted(
             target = len(encoder.encode_text(prompt.example.rationale)) + 1  # plus the end-of-sequence token
             if context is None or len(prompt.token_ids) + target <= context:
                 demonstrations.append((len(prompt.token_ids), target))
-    return largest, [len(prompt.token_ids) for prompt in test], demonstrations
+    tests = [[len(prompt.token_ids) for prompt in prompts] for prompts in asked]
+    return largest, max(tests, key=lambda lengths: sum(lengths[: config.evaluation.size])), demonstrations
 
 
 def _bounds(config: RunConfig, task: Task | None, *, limit: int, notes: list[str]) -> Tokens:

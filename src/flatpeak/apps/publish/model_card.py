@@ -82,14 +82,15 @@ class CardSource:
     @property
     def question(self) -> str:
         """A held-out question of a generated task, else a question for any model."""
-        if isinstance(self.config.task, ArithmeticConfig) and "task" not in self.record.objects:
-            return self.config.task.load().test[0].question
+        task = self.config.main_tasks[0]
+        if isinstance(task, ArithmeticConfig) and "task" not in self.record.objects:
+            return task.load().test[0].question
         return QUESTION
 
     @property
     def shots(self) -> int:
         """The worked examples before each question."""
-        return 0 if "task" in self.record.objects else getattr(self.config.task, "shots", 0)
+        return 0 if "task" in self.record.objects else getattr(self.config.main_tasks[0], "shots", 0)
 
     @property
     def tokenizer_class(self) -> str:
@@ -101,7 +102,7 @@ class CardSource:
         """The tasks in the recipe, including a curriculum's first task; empty if the caller passed the task."""
         if "task" in self.record.objects:
             return []
-        return [self.config.task, *([self.config.curriculum.task] if self.config.curriculum else [])]
+        return [*self.config.main_tasks, *([self.config.curriculum.task] if self.config.curriculum else [])]
 
     @property
     def data(self) -> list[dict[str, Any]]:
