@@ -10,6 +10,7 @@ import pytest
 from flatpeak.runs.checkpoints import verify_checkpoint
 from support.distributed_runs import (
     OWN,
+    StopsAtStep3,
     completions,
     effects,
     files,
@@ -150,6 +151,27 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(directory, ranks):
     assert (run / "checkpoints" / "last").resolve().name == "step_000003"
     verify_checkpoint(run / "checkpoints" / "last")
     assert not list(run.glob("**/.tmp*"))
+
+
+@pytest.mark.parametrize("hook", ["step", "evaluation"])
+def test_a_callback_stops_all_ranks_after_the_same_step(directory, ranks, hook):
+    wanted = recipe(directory, f"stopped_in_{hook}", processes=2, evaluation={"every": 1})
+    done = ranks(train, wanted, callbacks=[StopsAtStep3(hook)], timeout=60)
+    assert [(one["code"], one["signal"]) for one in done] == [(0, None), (0, None)]
+    run = directory / f"stopped_in_{hook}"
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["last_step"]) == ("stopped", 3)
+    assert summary["ended_by"] == f"StopsAtStep3.on_{hook}: it called run.stop()"
+    verify_checkpoint(run / "checkpoints" / "last")
+
+
+def test_an_error_in_a_callback_of_the_first_rank_ends_all_with_a_checkpoint(directory, ranks):
+    wanted = recipe(directory, "callback_failed", processes=2, strategy="fsdp2")
+    first, second = ranks(train, wanted, callbacks=[StopsAtStep3("step", fails=True)], timeout=60)
+    assert first["error"] == "RunError"
+    assert first["text"].startswith("callback StopsAtStep3.on_step: ZeroDivisionError: a fault of a callback (")
+    assert second["error"] == "ReportedElsewhereError"
+    assert (directory / "callback_failed" / "checkpoints" / "last").resolve().name == "step_000003"
 
 
 def test_an_error_of_one_rank_is_known_to_all_and_raised_once(directory, ranks):

@@ -21,6 +21,7 @@ from flatpeak.pipeline.run_data import data_digests
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Progress
 from flatpeak.report.page import LiveReport
+from flatpeak.runs.callbacks import Callbacks, RunControl
 from flatpeak.runs.checkpoints import CheckpointState, newest_valid, read_checkpoint
 from flatpeak.runs.directory import RunDirectory, RunPaths
 from flatpeak.runs.manifest import flatten
@@ -174,6 +175,7 @@ def open_recorder(run: Run, start: RunStart, directory: RunDirectory | None) -> 
         zero_advantages=start.zero_advantages,
         evaluated=run.resume_point.evaluated,
         ranks=run.ranks,
+        callbacks=Callbacks(() if directory is None else run.request.callbacks, RunControl(run.paths.path, run.stop)),
     )
     if newest is not None:
         recorder.point_at(newest.path)
