@@ -36,24 +36,24 @@ def with_own_data(request: RunRequest, objects: CallerObjects, dataset: Any) -> 
         objects = replace(objects, model=None)
     if dataset is not None:
         objects = replace(objects, task=task_of(dataset))
-        _check_golds(objects, built_in=without_recipe)
+        check_golds(objects, built_in=without_recipe)
     if without_recipe:
         recipe = {
             "extends": OWN_DATA,
             "prompt": {"template": _template(request.settings, objects.tokenizer)},
-            "evaluation": _evaluation(objects.reward),
+            "evaluation": accuracy_settings(objects.reward),
         }
         request = replace(request, recipe=recipe)
     return request, objects
 
 
-def _check_golds(objects: CallerObjects, *, built_in: bool) -> None:
+def check_golds(objects: CallerObjects, *, built_in: bool) -> None:
     """UserError if no row has a gold answer, and the reward asks for it: an empty one is part of every text.
 
     `built_in` says that the recipe's own reward grades where the caller gives none.
     """
     reward = objects.reward
-    if objects.task is None or any(example.gold for example in objects.task.train):
+    if objects.task is None or any(example.gold for example in (*objects.task.train, *objects.task.test)):
         return
     functions = list(reward.values()) if isinstance(reward, Mapping) else [reward]
     if (reward is None and built_in) or any(map(_asks_for_gold, functions)):
@@ -70,7 +70,7 @@ def _asks_for_gold(function: Any) -> bool:
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
-def _evaluation(reward: Any) -> dict[str, Any]:
+def accuracy_settings(reward: Any) -> dict[str, Any]:
     """The evaluation's settings for rewards by name: one says what is right; of several, their sum is measured."""
     if not isinstance(reward, Mapping) or "correctness" in reward:
         return {}

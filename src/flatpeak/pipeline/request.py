@@ -5,10 +5,10 @@ A recipe cannot name a task, a reward or a sampler from Python: config.yaml has 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from flatpeak.config.load import Settings, apply_settings, parse_config, read_recipe
 from flatpeak.config.run_config import RunConfig
@@ -20,11 +20,36 @@ from flatpeak.pipeline.samplers import SamplerFactory
 from flatpeak.policy.config import ModelConfig
 from flatpeak.protocols import Progress, SamplerLike, Task
 from flatpeak.rewards.functions import function_name
+from flatpeak.runs.callbacks import Callback, check_callbacks
 from flatpeak.runs.manifest import flatten
 from flatpeak.training.objective import Objective
 from flatpeak.training.reward_tensors import Advantages
 from flatpeak.training.user_functions import make_advantages, make_objective
 from flatpeak.utils.user_code import FROM_PYTHON, REFERENCES, file_digest, source_digest
+
+if TYPE_CHECKING:
+    import pandas  # type: ignore[import-untyped]
+    from peft import PeftModel
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from flatpeak.functional.losses import TokenFunction
+    from flatpeak.rewards.base import Scorer
+
+    ModelInput: TypeAlias = str | Path | PreTrainedModel | PeftModel
+    """The name or the directory of a model, or the model itself."""
+    Rows: TypeAlias = Iterable[Mapping[str, Any]] | Iterable[str] | pandas.DataFrame | str | Path
+    DataInput: TypeAlias = Rows | Mapping[str, Rows]
+    """Rows (a `datasets.Dataset` has them too) or a file of rows, or these by `train` and `test`."""
+    RewardFunction: TypeAlias = Callable[..., Any] | Scorer
+    RewardInput: TypeAlias = RewardFunction | Mapping[str, RewardFunction | tuple[RewardFunction, float]]
+    """A function with one of the signatures of docs/own_data.md; or several by name, alone or with a weight."""
+    SamplerInput: TypeAlias = SamplerLike | SamplerFactory
+    """A sampler, or a function that makes one of the policy."""
+    LossInput: TypeAlias = TokenFunction | PolicyLoss
+    """A function (logprobs_T, ratio_T, advantages_T, config) -> loss_T, or a PolicyLoss."""
+    AdvantageInput: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+    """A function (rewards_PG, valid_PG) -> advantages_PG."""
 
 RecipeSource = RunConfig | Mapping[str, Any] | str | Path
 """A checked recipe, the mapping of one, or the path or name of one."""
@@ -46,6 +71,11 @@ class RunRequest:
     command: Sequence[str] | None
     report: bool = True
     """Whether the report page is written at the end, which takes a second."""
+    callbacks: Sequence[Callback] = ()
+
+    def __post_init__(self) -> None:
+        """UserError for callbacks of another class."""
+        check_callbacks(self.callbacks)
 
 
 def resolve_config(recipe: RecipeSource, settings: Settings | None = None) -> RunConfig:
@@ -73,7 +103,7 @@ class CallerObjects:
     tokenizer: Any = None
     task: Task | None = None
     reward: Any = None
-    sampler: SamplerLike | SamplerFactory | None = None
+    sampler: SamplerInput | None = None
     loss: Any = None
     """A policy loss: a function, or a PolicyLoss."""
     advantage: Any = None
