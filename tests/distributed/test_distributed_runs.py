@@ -237,5 +237,5 @@ def test_the_first_rank_alone_has_a_directory_tracks_and_logs(directory, ranks):
 def test_a_name_that_is_taken_is_refused_on_every_rank(directory, shared, ranks):
     first, second = ranks(train, recipe(directory, "ddp", processes=2))
     assert first["error"] == "UserError"
-    assert "exists: continue it with --resume" in first["text"]
+    assert "exists: continue it with resume=True" in first["text"]
     assert second["error"] == "ReportedElsewhereError"

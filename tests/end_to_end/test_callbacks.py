@@ -107,6 +107,7 @@ def test_a_stop_by_a_callback_leaves_a_checkpoint_that_resumes_bit_for_bit(
     assert summary["ended_by"] == "Listing.on_step: three are enough"
     assert (stopped.exit_code, flatpeak.load_run(stopped.path).exit_code) == (0, 0)
     assert "step_000003" in summary["checkpoints"]
+    assert "the run ends after this step: Listing.on_step: three are enough" in progress.notices
     assert not torch.equal(*(next(iter(weights(path).values())) for path in (whole.path, stopped.path)))
 
     again = train(config, reward=odd, callbacks=[Listing()], progress=False, resume=True)

@@ -20,14 +20,16 @@ _ROW = ("step", "stage")
 class RunControl:
     """A running run, as its callbacks see it."""
 
-    def __init__(self, path: Path = Path(), stop: StopSignals | None = None) -> None:
+    def __init__(
+        self, path: Path = Path(), stop: StopSignals | None = None, notice: Callable[[str], None] = print
+    ) -> None:
         self.path = path
         """The run directory."""
         self.stage = ""
         """The stage of the call: `sft` or `train`; for the evaluation before any training, `start`."""
         self.stopped_by: str | None = None
         """The callback that stopped the run, with its reason."""
-        self._stop = stop
+        self._stop, self._notice = stop, notice
         self._caller = ""
         self._logged: dict[str, float] | None = None
 
@@ -38,6 +40,7 @@ class RunControl:
         """
         if self.stopped_by is None:
             self.stopped_by = f"{self._caller}: {reason or 'it called run.stop()'}"
+            self._notice(f"the run ends after this step: {self.stopped_by}")
         if self._stop is not None:
             self._stop.request()
 
