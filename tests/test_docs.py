@@ -234,7 +234,7 @@ def test_python_shown_has_a_config_that_parses_or_runs_as_it_is(block: str, monk
         if train.called and "dataset" not in train.call_args.kwargs:
             callbacks = train.call_args.kwargs.get("callbacks", ())
             assert all(isinstance(callback, flatpeak.Callback) for callback in callbacks)
-            assert resolve_config(train.call_args.args[0])
+            assert resolve_config(train.call_args.args[0], train.call_args.kwargs.get("settings"))
             return
         if train.called:  # a call without a recipe, whose model is on the Hub
             call = train.call_args.kwargs

@@ -84,9 +84,7 @@ def evaluate(
         recipe, objects = _recipe_of_model(str(model), objects)
     elif task is None:
         raise UserError("evaluate(model) needs a data set: flatpeak.evaluate(model, rows, tokenizer=tokenizer)")
-    request = RunRequest(
-        recipe=recipe, settings=settings, progress=progress, resume=False, overwrite=False, command=None
-    )
+    request = RunRequest(recipe=recipe, settings=settings)
     request, objects = with_own_data(request, objects, None)
     check_golds(objects, built_in=recipe == OWN_DATA)
     if task is not None and isinstance(request.recipe, Mapping):

@@ -64,11 +64,12 @@ class RunRequest:
     """The recipe of a run and the way to start it, as a Python caller gives them."""
 
     recipe: RecipeSource
-    settings: Settings | None
-    progress: Progress | bool | None
-    resume: bool
-    overwrite: bool
-    command: Sequence[str] | None
+    settings: Settings | None = None
+    progress: Progress | bool | None = None
+    resume: bool = False
+    overwrite: bool = False
+    command: Sequence[str] | None = None
+    """The command line; None for a call from Python."""
     report: bool = True
     """Whether the report page is written at the end, which takes a second."""
     callbacks: Sequence[Callback] = ()

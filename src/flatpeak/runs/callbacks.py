@@ -99,53 +99,31 @@ class Callbacks:
         self._error: UserError | None = None
         self._logged: dict[str, float] = {}
 
-    def step(self, stage: str, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """The metrics of a step, with those that callbacks log for it."""
-        self._each("on_step", stage, lambda one: one.on_step(self.run, step, dict(metrics)))
-        return self._with_logged(metrics)
-
-    def rollouts(self, step: int, groups: Sequence[Group], scores: Scores, advantages: list[list[float]]) -> None:
-        """Pass on the completions of an RL step."""
-        self._each(
-            "on_rollouts",
-            "train",
-            lambda one: one.on_rollouts(self.run, step, groups, scores=scores, advantages=advantages),
-        )
-
-    def evaluation(
-        self, stage: str, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
-    ) -> Mapping[str, float]:
-        """The metrics of an evaluation, with those that callbacks log for it."""
-        self._each("on_evaluation", stage, lambda one: one.on_evaluation(self.run, step, dict(metrics), rows=rows))
-        return self._with_logged(metrics)
-
-    def checkpoint(self, stage: str, step: int, path: Path) -> None:
-        """Pass on a checkpoint."""
-        self._each("on_checkpoint", stage, lambda one: one.on_checkpoint(self.run, step, path), logs=False)
-
-    def check(self) -> None:
-        """Raise the first error of a callback, once."""
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _each(self, hook: str, stage: str, call: Callable[[Callback], None], *, logs: bool = True) -> None:
-        self.run.stage, self.run._logged = stage, self._logged if logs else None
+    def call(self, hook: str, stage: str, step: int, *values: Any, **named: Any) -> None:
+        """Call a method of every callback, as `Callback` declares it."""
+        self.run.stage, self.run._logged = stage, self._logged if hook != "on_checkpoint" else None
         for callback in self._callbacks:
             self.run._caller = f"{type(callback).__name__}.{hook}"
             try:
-                call(callback)
+                getattr(callback, hook)(self.run, step, *values, **named)
             except Exception as error:
                 self._fail(f"callback {self.run._caller}: {one_line(error)}", error)
                 return
 
-    def _with_logged(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+    def with_logged(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """The metrics of a row, with those that callbacks have logged for it."""
         taken = {*_ROW, *metrics}
         logged = {name: value for name, value in self._logged.items() if name not in taken}
         for name in self._logged.keys() - logged.keys():
             self._fail(f"a callback logged {name}, which the run logs itself: choose another name")
         self._logged.clear()
         return {**logged, **metrics}
+
+    def check(self) -> None:
+        """Raise the first error of a callback, once."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def _fail(self, text: str, cause: Exception | None = None) -> None:
         self._error = UserError(text)

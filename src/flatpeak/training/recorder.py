@@ -100,7 +100,8 @@ class Recorder:
         self, stage: Stage, step: int, total: int, metrics: Mapping[str, float], *, evaluation_due: bool
     ) -> None:
         """Log and show a completed step. It can be saved from here on, whatever happens before the next update."""
-        metrics = self.callbacks.step(stage.name, step, metrics)
+        self.callbacks.call("on_step", stage.name, step, dict(metrics))
+        metrics = self.callbacks.with_logged(metrics)
         self.stop.agree()
         self._log(stage.name, step, metrics)
         self.logprob_gaps.observe(metrics)
@@ -129,7 +130,8 @@ class Recorder:
         if self.zero_advantages is not None:
             self.zero_advantages.observe(rollouts, advantages_PG)
         self._log_rollouts(step, rollouts, advantages_PG)
-        self.callbacks.rollouts(step, rollouts.groups, rollouts.scores, advantages_PG.tolist())
+        advantages, scores = advantages_PG.tolist(), rollouts.scores
+        self.callbacks.call("on_rollouts", "train", step, rollouts.groups, scores=scores, advantages=advantages)
 
     def _log_rollouts(self, step: int, rollouts: Rollouts, advantages_PG: Tensor) -> None:
         """Write every completion of a step as `run.log_rollouts_every` says, and send some to the trackers."""
@@ -185,7 +187,9 @@ class Recorder:
         if perturbed:
             self._log_answers(f"{stage}_{step:06d}_perturbed", perturbed)
         named = {f"eval/{evaluation.task}/{name}": value for name, value in results["metrics"].items()}
-        metrics = self.callbacks.evaluation(stage, step, {**named, "time/eval": seconds}, evaluation.rows)
+        metrics: Mapping[str, float] = {**named, "time/eval": seconds}
+        self.callbacks.call("on_evaluation", stage, step, dict(metrics), rows=evaluation.rows)
+        metrics = self.callbacks.with_logged(metrics)
         self._log("eval", step, metrics)
         self.progress.update("eval", step=step, total=step, metrics=metrics)
         self.trackers.log_evaluation({"task": evaluation.task, **results}, evaluation.rows, step=step)
@@ -276,7 +280,7 @@ class Recorder:
             path = self.ranks.first(partial(self._write, done, history, save_model=save_model, tensors=tensors))
         self.history = history  # only now: a summary names steps that are on disk
         self._completed = None
-        self.callbacks.checkpoint(stage.name, step, path)
+        self.callbacks.call("on_checkpoint", stage.name, step, path)
         self.ranks.first(self.callbacks.check)
 
     def _write(
