@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from flatpeak.utils.environment import set_defaults, without_collection
 
 if TYPE_CHECKING:
+    from flatpeak.apps.evaluate_model import EvaluationResult, evaluate
     from flatpeak.apps.fork.fork_run import fork
     from flatpeak.config.run_config import RunConfig
     from flatpeak.errors import UserError
     from flatpeak.gradreg.config import GradientRegularizationConfig
     from flatpeak.gradreg.regularizer import GradientRegularizer
-    from flatpeak.pipeline.evaluating import EvaluationResult, evaluate
     from flatpeak.pipeline.run_result import RunResult, load_run
     from flatpeak.pipeline.train import sft, train
     from flatpeak.pipeline.train_reward_model import train_reward_model
@@ -47,7 +47,7 @@ __all__ = [
 
 _HOMES = {
     "Callback": "flatpeak.runs.callbacks",
-    "EvaluationResult": "flatpeak.pipeline.evaluating",
+    "EvaluationResult": "flatpeak.apps.evaluate_model",
     "GradientRegularizationConfig": "flatpeak.gradreg.config",
     "GradientRegularizer": "flatpeak.gradreg.regularizer",
     "NativeEngine": "flatpeak.rollout.engine",
@@ -56,7 +56,7 @@ _HOMES = {
     "RunResult": "flatpeak.pipeline.run_result",
     "UserError": "flatpeak.errors",
     "collate": "flatpeak.training.batch",
-    "evaluate": "flatpeak.pipeline.evaluating",
+    "evaluate": "flatpeak.apps.evaluate_model",
     "fork": "flatpeak.apps.fork.fork_run",
     "load_run": "flatpeak.pipeline.run_result",
     "sft": "flatpeak.pipeline.train",

@@ -12,8 +12,7 @@ import flatpeak
 from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
-from flatpeak.pipeline.own_data import OWN_DATA, with_own_data
-from flatpeak.pipeline.request import CallerObjects, RunRequest, resolve_config
+from flatpeak.pipeline.request import OWN_DATA, CallerObjects, RunRequest, resolve_config, with_own_data
 from support.runs import Train, Watcher
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": a + b} for a in range(4) for b in range(4)]

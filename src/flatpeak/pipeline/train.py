@@ -10,14 +10,15 @@ from flatpeak.distributed.ranks import open_ranks
 from flatpeak.distributed.shared_rollouts import checked_sampler_state
 from flatpeak.errors import UserError
 from flatpeak.pipeline.lifecycle import finish, open_run, training
-from flatpeak.pipeline.own_data import OWN_DATA, with_own_data
 from flatpeak.pipeline.policies import reference_checkpoint
 from flatpeak.pipeline.progress import first_line
 from flatpeak.pipeline.request import (
+    OWN_DATA,
     CallerObjects,
     RecipeSource,
     RunRequest,
     resolve_config,
+    with_own_data,
     without_model_source,
 )
 from flatpeak.pipeline.run_components import open_components

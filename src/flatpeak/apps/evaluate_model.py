@@ -13,9 +13,17 @@ from flatpeak.evaluation.estimates import format_estimate
 from flatpeak.evaluation.result import HEADLINES, Evaluation, no_accuracy
 from flatpeak.pipeline.build import open_evaluation
 from flatpeak.pipeline.model_source import locate_model, recipe_of
-from flatpeak.pipeline.own_data import OWN_DATA, accuracy_settings, check_golds, with_own_data
 from flatpeak.pipeline.progress import as_progress
-from flatpeak.pipeline.request import CallerObjects, RecipeSource, RunRequest, resolve_config
+from flatpeak.pipeline.request import (
+    OWN_DATA,
+    CallerObjects,
+    RecipeSource,
+    RunRequest,
+    accuracy_settings,
+    check_golds,
+    resolve_config,
+    with_own_data,
+)
 from flatpeak.pipeline.run_result import RunResult
 from flatpeak.protocols import Progress
 from flatpeak.runs.notices import NoticeLog, RecordedProgress
