@@ -107,7 +107,8 @@ class Callbacks:
             try:
                 getattr(callback, hook)(self.run, step, *values, **named)
             except Exception as error:
-                self._fail(f"callback {self.run._caller}: {one_line(error)}", error)
+                text = f"callback {self.run._caller}: {one_line(error)}; correct it, or leave it out of callbacks"
+                self._fail(text, error)
                 return
 
     def with_logged(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
