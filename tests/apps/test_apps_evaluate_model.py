@@ -104,10 +104,12 @@ def test_an_evaluation_that_lacks_something_says_what(base: Path, call: dict[str
         flatpeak.evaluate(base, **call)
 
 
-def test_a_model_object_without_a_data_set_is_refused(make_tiny_model: Any) -> None:
+def test_a_model_object_without_a_data_set_or_a_tokenizer_is_refused(make_tiny_model: Any) -> None:
     model, tokenizer = make_tiny_model()
     with pytest.raises(UserError, match=r"evaluate\(model\) needs a data set"):
         flatpeak.evaluate(model, tokenizer=tokenizer)
+    with pytest.raises(UserError, match=r"a model that is an object needs tokenizer=\.\.\. too"):
+        flatpeak.evaluate(model, ROWS)
 
 
 def test_a_result_answers_with_its_best_checkpoint_as_in_evaluations(finished: Finished) -> None:
