@@ -13,12 +13,10 @@ import sys
 
 import torch
 
+from flatpeak import NativeEngine, Policy, collate
 from flatpeak import functional as F
 from flatpeak.policy.config import NewModelConfig
 from flatpeak.policy.loading import make_model
-from flatpeak.policy.model import Policy
-from flatpeak.rollout.engine import NativeEngine
-from flatpeak.training.batch import collate
 from flatpeak.types import Batch, Example, Group, Prompt, SamplingParams
 
 PROMPTS, GROUP_SIZE = 32, 16

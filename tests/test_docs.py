@@ -20,6 +20,7 @@ import flatpeak
 from flatpeak.config.load import load_recipe, parse_config, read_recipe, shipped_recipes
 from flatpeak.experiments.config import read_sweep
 from flatpeak.experiments.plan import build_plan
+from flatpeak.pipeline.request import resolve_config
 from flatpeak.policy.compatibility import PROVEN
 from flatpeak.rewards.base import ComponentScores, Scorer
 from flatpeak.rewards.numeric_answer import NumberReward
@@ -78,14 +79,21 @@ def general(name: str) -> str:
 
 
 class Faulty(Scorer):
-    """A reward that has no score for the first completion, and ran out of time over the second."""
+    """A reward that has no score for the first completion, ran out of time over the second, and logs a metric."""
 
     def score(self, groups: Sequence[Group]) -> ComponentScores:
         sizes = [len(group.completions) for group in groups]
         scores: list[list[Score]] = [[0.0] * size for size in sizes]
         late = [[False] * size for size in sizes]
         scores[0][0], late[-1][-1] = None, True
-        return ComponentScores(scores=scores, timed_out=late, failed=1, first_error=ValueError("no"), tolerated=True)
+        return ComponentScores(
+            scores=scores,
+            timed_out=late,
+            failed=1,
+            first_error=ValueError("no"),
+            logged={"<metric>": [1.0]},
+            tolerated=True,
+        )
 
     def answer(self, completion: Completion, prompt: Prompt) -> None:
         return None
@@ -232,8 +240,21 @@ def test_python_shown_has_a_config_that_parses_or_runs_as_it_is(block: str, monk
         train, load_run = Mock(), Mock(return_value=Mock(spec=flatpeak.RunResult))
         monkeypatch.setattr(flatpeak, "train", train)
         monkeypatch.setattr(flatpeak, "load_run", load_run)
+        monkeypatch.setattr(
+            flatpeak, "evaluate", Mock(return_value=Mock(spec=flatpeak.EvaluationResult, metrics={"accuracy": 1}))
+        )
         exec(block, names)
         if load_run.called:  # its names are those of a result
+            return
+        if "reward" in names and not train.called:
+            log_metric = Mock()
+            assert names["reward"]("It is 4.", "4", log_metric) == 1
+            log_metric.assert_called_once_with("words", 3)
+            return
+        if train.called and "dataset" not in train.call_args.kwargs:
+            callbacks = train.call_args.kwargs.get("callbacks", ())
+            assert all(isinstance(callback, flatpeak.Callback) for callback in callbacks)
+            assert resolve_config(train.call_args.args[0], train.call_args.kwargs.get("settings"))
             return
         if train.called:  # a call without a recipe, whose model is on the Hub
             call = train.call_args.kwargs

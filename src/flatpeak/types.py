@@ -6,7 +6,7 @@ those N completions laid end to end, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -134,6 +134,8 @@ class Scores:
     timed_out: Mapping[str, list[list[bool]]] = field(default_factory=dict)
     """By component, whether a score stands for an answer that ran out of time or memory; components without such
     answers are left out."""
+    logged: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Values that reward functions logged, by `<component>/<metric>`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,8 +7,10 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from flatpeak.config import load as recipe
+from flatpeak.config import run_config
 from flatpeak.config.error_messages import known_keys
 from flatpeak.config.foreign_names import FOREIGN_NAMES
 from flatpeak.config.load import (
@@ -23,6 +25,8 @@ from flatpeak.config.load import (
 )
 from flatpeak.config.settings_reference import as_value
 from flatpeak.errors import UserError
+from flatpeak.policy.config import LoraConfig
+from flatpeak.training.config import OptimizerConfig
 from support.properties import repeatable
 from support.recipes import unsaid
 from support.tables import read_tables
@@ -204,6 +208,21 @@ def test_settings_have_dotted_keys_or_sections_and_values_as_they_are():
     assert apply_settings(base, ["rollout.group_size=8"]) == apply_settings(base, "rollout.group_size=8")
     assert apply_settings(base, {"rollout.stop": None})["rollout"] == {"stop": None, "group_size": 4}
     assert apply_settings(base, {}) == apply_settings(base, []) == base
+
+
+def test_a_section_among_settings_changes_the_fields_that_it_was_given():
+    settings = {"optimizer": OptimizerConfig(learning_rate=2e-6), "model.lora": LoraConfig(rank=2)}
+    config = parse_config(apply_settings({"optimizer": {"warmup_steps": 3, "learning_rate": 1.0}}, settings))
+    assert (config.optimizer.learning_rate, config.optimizer.warmup_steps) == (2e-6, 3)
+    assert config.model.lora == LoraConfig(rank=2)
+
+
+def test_the_module_of_the_whole_recipe_names_the_class_of_every_section():
+    sections = {value.annotation for value in run_config.RunConfig.model_fields.values()}
+    classes = {one for one in sections if isinstance(one, type) and issubclass(one, BaseModel)}
+    assert len(classes) > 12
+    assert {one.__name__ for one in classes} <= set(run_config.__all__)
+    assert all(hasattr(run_config, name) for name in run_config.__all__)
 
 
 def test_a_type_among_settings_replaces_its_section_wherever_it_stands():

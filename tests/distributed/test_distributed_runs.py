@@ -10,6 +10,7 @@ import pytest
 from flatpeak.runs.checkpoints import verify_checkpoint
 from support.distributed_runs import (
     OWN,
+    StopsAtStep3,
     completions,
     effects,
     files,
@@ -152,6 +153,27 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(directory, ranks):
     assert not list(run.glob("**/.tmp*"))
 
 
+@pytest.mark.parametrize("hook", ["step", "evaluation"])
+def test_a_callback_stops_all_ranks_after_the_same_step(directory, ranks, hook):
+    wanted = recipe(directory, f"stopped_in_{hook}", processes=2, evaluation={"every": 1})
+    done = ranks(train, wanted, callbacks=[StopsAtStep3(hook)], timeout=60)
+    assert [(one["code"], one["signal"]) for one in done] == [(0, None), (0, None)]
+    run = directory / f"stopped_in_{hook}"
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["last_step"]) == ("stopped", 3)
+    assert summary["ended_by"] == f"StopsAtStep3.on_{hook}: it called run.stop()"
+    verify_checkpoint(run / "checkpoints" / "last")
+
+
+def test_an_error_in_a_callback_of_the_first_rank_ends_all_with_a_checkpoint(directory, ranks):
+    wanted = recipe(directory, "callback_failed", processes=2, strategy="fsdp2")
+    first, second = ranks(train, wanted, callbacks=[StopsAtStep3("step", fails=True)], timeout=60)
+    assert first["error"] == "RunError"
+    assert first["text"].startswith("callback StopsAtStep3.on_step: ZeroDivisionError: a fault of a callback (")
+    assert second["error"] == "ReportedElsewhereError"
+    assert (directory / "callback_failed" / "checkpoints" / "last").resolve().name == "step_000003"
+
+
 def test_an_error_of_one_rank_is_known_to_all_and_raised_once(directory, ranks):
     first, second = ranks(train, recipe(directory, "failed", processes=2), fault="engine")
     assert second == {"error": "ZeroDivisionError", "text": "a fault of this rank"}
@@ -215,5 +237,5 @@ def test_the_first_rank_alone_has_a_directory_tracks_and_logs(directory, ranks):
 def test_a_name_that_is_taken_is_refused_on_every_rank(directory, shared, ranks):
     first, second = ranks(train, recipe(directory, "ddp", processes=2))
     assert first["error"] == "UserError"
-    assert "exists: continue it with --resume" in first["text"]
+    assert "exists: continue it with resume=True" in first["text"]
     assert second["error"] == "ReportedElsewhereError"

@@ -196,7 +196,7 @@ def test_a_reward_that_tells_no_answers_lets_equal_texts_vote_together(recipe: R
 def test_a_run_name_that_exists_is_refused_and_left_alone(recipe: Recipe, train: Train, finished: Finished) -> None:
     first = finished(length)
     before = {path: path.read_bytes() for path in first.rglob("*") if path.is_file() and path.name != ".lock"}
-    with pytest.raises(UserError, match=r"exists: continue it with --resume, delete it with --overwrite"):
+    with pytest.raises(UserError, match=r"exists: continue it with resume=True, delete it with overwrite=True"):
         train(recipe(), reward=length)
     assert before == {path: path.read_bytes() for path in before}
     assert train(recipe(), reward=length, overwrite=True).exit_code == 0
@@ -246,7 +246,7 @@ def test_completions_that_fill_the_context_are_refused_by_the_context_and_the_li
 @pytest.mark.parametrize(
     ("options", "sections", "says"),
     [
-        ({}, {}, "exists: continue it with --resume"),
+        ({}, {}, "exists: continue it with resume=True"),
         ({"resume": True, "overwrite": True}, {}, "give only one of them"),
         ({"resume": True}, {"optimizer": {"learning_rate": 0.5}}, "cannot resume with a changed recipe"),
     ],

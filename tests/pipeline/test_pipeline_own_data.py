@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,8 @@ import flatpeak
 from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
-from flatpeak.pipeline.own_data import OWN_DATA, with_own_data
-from flatpeak.pipeline.request import CallerObjects, RunRequest, resolve_config
-from support.runs import Train
+from flatpeak.pipeline.request import OWN_DATA, CallerObjects, RunRequest, resolve_config, with_own_data
+from support.runs import Train, Watcher
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": a + b} for a in range(4) for b in range(4)]
 SMALL: dict[str, Any] = {
@@ -132,3 +132,32 @@ def test_names_of_the_package_complete_in_a_notebook() -> None:
 def test_the_recipe_of_such_a_call_trains_by_grpo() -> None:
     ours, grpo = (parse_config(load_recipe(f"flatpeak:{name}")) for name in ("own_data", "algorithms/grpo"))
     assert (ours.advantage, ours.objective) == (grpo.advantage, grpo.objective)
+
+
+def test_a_resumed_run_says_that_its_rows_have_changed(
+    base: Path, train: Train, tmp_path: Path, watch: Callable[..., Watcher]
+) -> None:
+    settings = {**SMALL, "run.directory": str(tmp_path / "runs"), "model.path": str(base)}
+
+    def notices(rows: list[dict[str, Any]], steps: int, **options: Any) -> list[str]:
+        progress = watch()
+        more = {**settings, "training.steps": steps}
+        train(None, dataset=rows, reward=reward, settings=more, progress=progress, **options)
+        return [text for text in progress.notices if "has changed since" in text]
+
+    assert notices(ROWS, 1) == []
+    assert notices([dict(row) for row in ROWS], 2, resume=True) == []
+    [notice] = notices([{**row, "level": 1} for row in ROWS], 3, resume=True)
+    assert notice.startswith("the data of dataset=... from Python has changed since the run was last started: ")
+
+
+def test_errors_of_a_call_from_python_name_its_arguments(
+    run: flatpeak.RunResult, base: Path, train: Train, tmp_path: Path
+) -> None:
+    settings = {**SMALL, "run.directory": str(tmp_path / "runs"), "model.path": str(base)}
+    with pytest.raises(UserError, match="exists: continue it with resume=True, delete it with overwrite=True, or "):
+        train(None, dataset=ROWS, reward=reward, settings=settings)
+    with pytest.raises(UserError, match="resume=True continues a run and overwrite=True deletes it"):
+        train(None, dataset=ROWS, reward=reward, settings=settings, resume=True, overwrite=True)
+    with pytest.raises(UserError, match="exists: continue it with --resume, delete it with --overwrite"):
+        train(None, dataset=ROWS, reward=reward, settings=settings, command=["flatpeak", "train"])

@@ -158,18 +158,18 @@ def test_a_curriculum_that_moves_on_uses_nothing_of_what_was_drawn_for_the_first
 ENDS = {
     "dies": (
         "import os; print('no memory', flush=True); os.abort()",
-        r"killed by SIGABRT \(.*no memory\); go on with --resume",
+        r"killed by SIGABRT \(.*no memory\); go on with resume=True",
     ),
-    "ends": ("import sys; sys.exit('cannot load')", r"died: exit code 1 \(cannot load\); go on with --resume"),
+    "ends": ("import sys; sys.exit('cannot load')", r"died: exit code 1 \(cannot load\); go on with resume=True"),
     "fails": (
         "import json, sys; from multiprocessing.connection import Connection; "
         "pipe = Connection(json.loads(sys.argv[1])[2]); "
         'pipe.recv_bytes(); pipe.recv_bytes(); pipe.send_bytes(b\'{"error": "no such file"}\')',
-        r"draws rollouts ahead failed: no such file; go on with --resume",
+        r"draws rollouts ahead failed: no such file; go on with resume=True",
     ),
     "hangs up": (
         "import json, socket, sys, time; socket.socket(fileno=json.loads(sys.argv[1])[2]).close(); time.sleep(60)",
-        r"died: killed by SIGKILL; go on with --resume",
+        r"died: killed by SIGKILL; go on with resume=True",
     ),
 }
 

@@ -95,7 +95,7 @@ def test_a_run_that_loses_its_servers_leaves_a_checkpoint(served, train):
     with VLLMServer(script) as server:
         recipe = served(server, training={"steps": 3}, evaluation={"every": 0})
         recipe["rollout"]["engine"]["timeout"] = 0.5
-        with pytest.raises(RunError, match="--resume"):
+        with pytest.raises(RunError, match="resume=True"):
             train(recipe, reward=lengths)
     checkpoints = Path(recipe["run"]["directory"]) / "tiny" / "checkpoints"
     assert (checkpoints / "last").resolve().name == "step_000001"
@@ -153,7 +153,7 @@ def test_a_run_that_loses_its_servers_while_they_draw_ahead_saves_the_step_of_th
     with VLLMServer(script) as server:
         recipe = served(server, training={"steps": 5}, **STALE)
         recipe["rollout"]["engine"]["timeout"] = 0.5
-        with pytest.raises(RunError, match="--resume"):
+        with pytest.raises(RunError, match="resume=True"):
             train(recipe, reward=lengths)
     checkpoints = Path(recipe["run"]["directory"]) / "tiny" / "checkpoints"
     assert (checkpoints / "last").resolve().name == "step_000002"

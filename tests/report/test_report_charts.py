@@ -146,3 +146,13 @@ def test_the_gradient_norm_of_a_run_without_a_penalty_is_drawn_once() -> None:
     assert list(drawn(rows)) == ["Gradient norm"]
     rows[1]["gradreg/penalty_ratio"] = 0.1
     assert list(drawn(rows)) == ["Gradient norm", "Penalty ratio", "Gradient norm without penalty"]
+
+
+def test_metrics_of_rewards_and_callbacks_have_charts_of_their_own() -> None:
+    rows = trained(
+        {"reward/mean": 0.5, "reward/a": 0.1, "reward/a/margin": 2.0, "policy/loss": 1.0, "mine": 3.0, "my/x": 4.0}
+    )
+    assert [curve.label for curve in metric_curves(rows, named("Reward"))] == ["reward/mean", "reward/a"]
+    assert [curve.label for curve in metric_curves(rows, named("Logged by rewards"))] == ["reward/a/margin"]
+    assert [curve.label for curve in metric_curves(rows, named("Logged by callbacks"))] == ["mine", "my/x"]
+    assert ">Logged by callbacks</text>" in drawn(rows)["Logged by callbacks"]

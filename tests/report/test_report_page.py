@@ -497,3 +497,11 @@ def test_the_page_of_a_run_in_progress_reloads_itself_and_has_the_evaluations_so
     assert "Held-out accuracy went from" in page
     write_summary(run.summary, SUMMARY)
     assert '<meta http-equiv="refresh"' not in write_report(run.path).read_text()
+
+
+def test_a_manifest_that_was_cut_short_leaves_the_rest_of_the_page(tmp_path):
+    MetricsWriter(tmp_path / "metrics.jsonl").write(1, "train", {"reward/mean": 0.5})
+    write_summary(tmp_path / "summary.json", SUMMARY)
+    (tmp_path / "manifest.json").write_text('{"started": "2026-01-01T00:00:00+00:00", "comm')
+    page = write_report(tmp_path).read_text()
+    assert "Held-out accuracy" in page

@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.functions import FunctionReward
@@ -178,3 +179,49 @@ def test_partials_methods_and_callable_objects_are_functions(group):
 
 def test_a_function_does_not_say_what_is_answered(completion, prompt):
     assert FunctionReward(lambda completion: 1.0).answer(completion(" 18\n"), prompt()) == "18"
+
+
+def test_what_functions_log_is_kept_by_metric(group):
+    def batch(completions, log_metric):
+        log_metric("size", len(completions))
+        return [1.0] * len(completions)
+
+    def by_group(group, log_metric):
+        log_metric("size", len(group.completions))
+        return [1.0] * len(group.completions)
+
+    def single(completion, *, log_metric):
+        if completion != "b":
+            log_metric("letter", torch.tensor(ord(completion)))
+        return 1.0
+
+    async def waiting(completion, log_metric):
+        log_metric("letter", ord(completion))
+        return 1.0
+
+    groups = [group("a", "b", id="1"), group("c", id="2")]
+    logged = [FunctionReward(function).score(groups).logged for function in (batch, by_group, single, waiting)]
+    assert logged == [{"size": [3.0]}, {"size": [2.0, 1.0]}, {"letter": [97.0, 99.0]}, {"letter": [97.0, 98.0, 99.0]}]
+
+
+def test_functions_with_any_keywords_are_not_given_log_metric(group):
+    assert scores_of(lambda completion, **columns: float("log_metric" in columns), [group("a")]) == [[0.0]]
+
+
+def test_a_metric_that_the_run_logs_itself_is_refused(group):
+    def reward(completion, log_metric):
+        log_metric("failed", 1)
+
+    with pytest.raises(UserError, match=r"log_metric\('failed', ...\): the run logs a metric of that name: choose"):
+        scores_of(reward, [group("a")])
+    with pytest.raises(UserError, match="'log_metric' is filled in by flatpeak"):
+        FunctionReward(reward, arguments={"log_metric": print})
+
+
+def test_a_logged_value_that_is_no_number_is_an_error_of_the_call(group):
+    def reward(completion, log_metric):
+        log_metric("x", "many")
+        return 1.0
+
+    scored = FunctionReward(reward).score([group("a")])
+    assert (scored.scores, scored.failed, scored.logged) == ([[None]], 1, {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flatpeak.errors import DivergedError, RunError
 from flatpeak.pipeline.build import Components
+from flatpeak.runs.callbacks import Callback, RunControl
 from flatpeak.runs.checkpoints import CheckpointError
 from support.runs import tiny_recipe
 
@@ -78,6 +79,28 @@ def train(
         except Exception as error:
             return {"error": type(error).__name__, "text": str(error)}
     return {"code": result.exit_code, "signal": result.summary.signal, "rank": result.stopped_rank}
+
+
+class StopsAtStep3(Callback):
+    """Stops the run, or fails, in one of its methods at step 3, in the first process alone."""
+
+    def __init__(self, hook: Literal["step", "evaluation"], *, fails: bool = False) -> None:
+        self.hook, self.fails = hook, fails
+
+    def on_step(self, run: RunControl, step: int, metrics: Mapping[str, float]) -> None:
+        self.act(run, "step", step)
+
+    def on_evaluation(
+        self, run: RunControl, step: int, metrics: Mapping[str, float], *, rows: Sequence[Mapping[str, Any]]
+    ) -> None:
+        self.act(run, "evaluation", step)
+
+    def act(self, run: RunControl, hook: str, step: int) -> None:
+        assert dist.get_rank() == 0
+        if (hook, step, run.stage) == (self.hook, 3, "train"):
+            if self.fails:
+                raise ZeroDivisionError("a fault of a callback")
+            run.stop()
 
 
 def train_without_space(recipe: Mapping[str, Any]) -> dict[str, Any]:

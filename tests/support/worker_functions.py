@@ -319,3 +319,11 @@ def stays(completion: str) -> float:
 
 stays.by_group = False  # type: ignore[attr-defined]
 nameless = lambda completion: float(os.getpid())  # noqa: E731
+
+
+def logs_length(completion: str, log_metric: Callable[[str, float], None]) -> float:
+    """Logs the length of every text, and the worker's process id of those with an x."""
+    log_metric("length", len(completion))
+    if "x" in completion:
+        log_metric("pid", os.getpid())
+    return 1.0

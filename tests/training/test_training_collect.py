@@ -44,7 +44,11 @@ class RecordingSampler(Sampler):
 def scripted(table: Callable[[str], list[Score]]) -> CallersReward:
     def reward(groups: Sequence[Group]) -> Scores:
         rows = [table(group.prompt.id) for group in groups]
-        return Scores(total=rows, parts={"correctness": rows, "length": [[2.0 * len(rows)] * 2 for _ in rows]})
+        return Scores(
+            total=rows,
+            parts={"correctness": rows, "length": [[2.0 * len(rows)] * 2 for _ in rows]},
+            logged={"correctness/number": [float(group.prompt.id[1:].partition("@")[0]) for group in groups]},
+        )
 
     return CallersReward(reward)
 
@@ -341,3 +345,11 @@ def test_a_curriculum_moves_on_by_the_pass_rate_of_all_groups_drawn() -> None:
     assert metrics["groups/drawn"] == 5  # one of them twice
     assert metrics["reward/correctness"] == 0.75  # of the two groups that stay
     assert trainer.progression.phase == 1  # 9 of 10 are right, and 0.8 was asked for
+
+
+def test_logged_values_are_averaged_over_the_step_with_replaced_groups() -> None:
+    dead = set(order(3)[1:])
+    rollouts, sampler = run(lambda id: DEAD if id in dead else ALIVE, max_resamples=2)
+    numbers = [float(id[1:]) for id in sampler.drawn]
+    assert len(numbers) == 5
+    assert rollouts.measured == {"reward/correctness/number": sum(numbers) / 5}

@@ -328,7 +328,7 @@ def test_a_signal_stops_with_a_checkpoint_and_resume_goes_on(
     assert (stopped.exit_code, stopped.summary.status, stopped.summary.last_step) == (143, "stopped", 2)
     done = learn(resume=True)
     assert (done.exit_code, done.summary.status, done.summary.last_step) == (0, "done", 4)
-    with pytest.raises(UserError, match="--resume, delete it with --overwrite"):
+    with pytest.raises(UserError, match="resume=True, delete it with overwrite=True"):
         learn()
     with pytest.raises(UserError, match=r"reward_model\.margin: 0\.0 -> 1\.0"):
         learn({"reward_model": {"margin": 1.0}}, resume=True)

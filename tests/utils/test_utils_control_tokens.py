@@ -5,7 +5,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from flatpeak.apps.chat import ChatSettings, chat_prompt
+from flatpeak.pipeline.answering import ChatSettings, chat_prompt
 from flatpeak.rewards.sequence_classifier import PLAIN, Wording
 from flatpeak.tasks.prompts import CHAT, R1_ZERO, PromptConfig, build_prompts
 from flatpeak.training.sft import demonstrations

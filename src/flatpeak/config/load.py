@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel
 
 from flatpeak.config.error_messages import describe_errors
 from flatpeak.config.run_config import RunConfig
@@ -21,7 +22,7 @@ from flatpeak.utils.redaction import hide_secrets_of
 
 Settings = Mapping[str, Any] | Sequence[str]
 """Changes to a recipe: a mapping whose keys may be dotted (`{"training.steps": 2, "rollout": {"group_size": 8}}`), or
-`key.path=value` strings."""
+`key.path=value` strings. In a mapping, a section may be an object: `{"rollout": RolloutConfig(group_size=8)}`."""
 
 SHIPPED = "flatpeak:"
 _DEEPEST, _LARGEST = 100, 100_000
@@ -110,10 +111,18 @@ def apply_overrides(recipe: Mapping[str, Any], overrides: Sequence[str]) -> dict
 
 
 def apply_settings(recipe: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    """Merge settings into the recipe as overrides are merged; the values of a mapping are used unchanged."""
+    """Merge settings into the recipe as overrides are merged; the values of a mapping are used unchanged.
+
+    Of a section's object, such as an OptimizerConfig, the fields that were given are merged.
+    """
     if isinstance(settings, Mapping):
-        return _apply(recipe, [(_path(key, label=f"setting {key!r}"), value) for key, value in settings.items()])
+        given = {key: _as_written(value) for key, value in settings.items()}
+        return _apply(recipe, [(_path(key, label=f"setting {key!r}"), value) for key, value in given.items()])
     return apply_overrides(recipe, [settings] if isinstance(settings, str) else settings)
+
+
+def _as_written(value: Any) -> Any:
+    return value.model_dump(mode="json", exclude_unset=True) if isinstance(value, BaseModel) else value
 
 
 def _apply(recipe: Mapping[str, Any], split: Sequence[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:

@@ -30,6 +30,29 @@ from flatpeak.training.config import (
 )
 from flatpeak.utils.schema import StrictConfig
 
+__all__ = [
+    "AdvantageConfig",
+    "CurriculumConfig",
+    "DistributedConfig",
+    "EvaluationConfig",
+    "GradientRegularizationConfig",
+    "KLConfig",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "PromptConfig",
+    "ReferenceConfig",
+    "RewardConfig",
+    "RewardModelConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "RunSectionConfig",
+    "SFTConfig",
+    "TaskConfig",
+    "TrackingConfig",
+    "TrainingConfig",
+]
+
 RESERVED_REWARD_NAMES = frozenset(
     {"mean", "std", "missing_fraction", "accuracy", "reward", "length", "truncated"}
     | {"extraction_failed", "missing", "robustness"}

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from flatpeak.distributed.config import DistributedConfig
 from flatpeak.distributed.launch import check_processes
 from flatpeak.errors import LostRankError, ReportedElsewhereError, RunError, StoppedError, UserError
-from flatpeak.runs.signals import StopSignals
+from flatpeak.runs.signals import REQUEST, StopSignals
 from flatpeak.utils.buckets import in_buckets
 
 Value = TypeVar("Value")
@@ -238,6 +238,11 @@ class SharedStopSignals(StopSignals):
     def asked(self) -> bool:
         """Whether a signal asks this rank to stop, possibly before the others know of it."""
         return self.received is not None
+
+    def request(self) -> None:
+        """Ask all ranks to stop at the next step boundary, without a signal."""
+        if self.received is None:
+            self.received = REQUEST
 
     def agree(self) -> None:
         """Make a signal that any rank has received the signal of all."""

@@ -134,13 +134,22 @@ def _phases(config: RunConfig, tasks: RunTasks, data: RunData, rewards: RunRewar
 
 
 @contextmanager
-def open_evaluation(config: RunConfig, *, progress: Progress) -> Iterator[PolicyEvaluator]:
-    """An evaluator on the held-out prompts, and no more of a run than that takes; graders' processes end with it."""
+def open_evaluation(
+    config: RunConfig, objects: CallerObjects | None = None, *, progress: Progress
+) -> Iterator[PolicyEvaluator]:
+    """An evaluator on the held-out prompts, and no more of a run than that takes; graders' processes end with it.
+
+    `objects` are the caller's model, task and reward in place of the recipe's; the task need not have training rows.
+    """
+    objects = objects or CallerObjects()
     alone = config.model_copy(update={"curriculum": None})
-    tasks = open_tasks(config if config.model.new else alone)  # a new model's tokenizer is made of all texts
+    if objects.task is not None:
+        tasks = RunTasks(main=objects.task, first=None, sets={})
+    else:
+        tasks = open_tasks(config if config.model.new else alone)  # a new model's tokenizer is made of all texts
     with ExitStack() as resources:
-        reward = open_rewards(alone, None, resources, progress=progress).main
-        policy = open_policy(config, CallerObjects(), tasks.examples, checkpoint=None)
+        reward = open_rewards(alone, objects.reward, resources, progress=progress).main
+        policy = open_policy(config, objects, tasks.examples, checkpoint=None)
         resources.callback(policy.release)
         prompts = make_prompts(config, tasks.main.test, policy, progress, split=f"{tasks.main.name} test")
         sampler = DisplayedSampler(build_sampler(policy, config, trains=False), progress)

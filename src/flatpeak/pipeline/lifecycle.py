@@ -39,7 +39,7 @@ def open_run(
     display = as_progress(wanted, metric=metric)
     bars = no_progress_bar() if wanted is False else nullcontext()
     hide_secrets_of(resolved)
-    with bars, closing(NoticeLog(failed=display.notice)) as log, ExitStack() as held:
+    with _worded_for(request), bars, closing(NoticeLog(failed=display.notice)) as log, ExitStack() as held:
         progress = RecordedProgress(display, log)
         for notice in notices:
             progress.notice(notice)
@@ -58,6 +58,24 @@ def open_run(
             paths=RunPaths(Path(config.run.directory) / config.run.name),
             held=held,
         )
+
+
+@contextmanager
+def _worded_for(request: RunRequest) -> Iterator[None]:
+    """A context whose UserErrors name arguments in place of options, unless a command made the request."""
+    try:
+        yield
+    except UserError as error:
+        if request.command is None:
+            options = {"--resume": _again(request), "--overwrite": "overwrite=True"}
+            for option, argument in options.items():
+                error.args = tuple(str(text).replace(option, argument) for text in error.args)
+        raise
+
+
+def _again(request: RunRequest) -> str:
+    """The option or the argument that continues a run."""
+    return "resume=True" if request.command is None else "--resume"
 
 
 @contextmanager
@@ -131,7 +149,7 @@ def _end_failed(run: Run, recorder: Recorder, directory: RunDirectory | None, er
         saved = f"step {summary.last_step} is saved"
         if unsaved is not None:
             saved = f"its last step could not be saved ({unsaved})"
-        _log_error(run.paths, error, saved=saved)
+        _log_error(run.paths, error, saved=f"{saved}: go on with {_again(run.request)}")
 
 
 def _save_completed(recorder: Recorder, *, interrupted: bool = False) -> str | None:
@@ -149,7 +167,7 @@ def _log_error(run: RunPaths, error: Exception, *, saved: str) -> None:
     first_line = str(error).strip().split("\n")[0]
     reason = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
     where = f"; traceback: {run.errors}" if logged else ""
-    explain(error, f"the run failed: {reason}{_advice(error, run)}; {saved}: go on with --resume{where}")
+    explain(error, f"the run failed: {reason}{_advice(error, run)}; {saved}{where}")
 
 
 def _advice(error: Exception, run: RunPaths) -> str:

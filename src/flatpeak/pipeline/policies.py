@@ -39,7 +39,7 @@ def open_policy(
     """The caller's model, the one a recipe names, or a new one, whose tokenizer is made of `examples`."""
     if objects.model is not None:
         if objects.tokenizer is None:
-            raise UserError("train(model=...) needs tokenizer=... too")
+            raise UserError("a model that is an object needs tokenizer=... too")
         check_own_adapters(objects.model)
         if checkpoint is not None:
             check_base(objects.model, checkpoint, where=str(checkpoint))

@@ -1,14 +1,15 @@
-"""The request of a run: its recipe, and the objects of a Python caller.
+"""The request of a run: its recipe, and the objects of a Python caller, a data set among them.
 
 A recipe cannot name a task, a reward or a sampler from Python: config.yaml has what they replaced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from flatpeak.config.load import Settings, apply_settings, parse_config, read_recipe
 from flatpeak.config.run_config import RunConfig
@@ -20,14 +21,43 @@ from flatpeak.pipeline.samplers import SamplerFactory
 from flatpeak.policy.config import ModelConfig
 from flatpeak.protocols import Progress, SamplerLike, Task
 from flatpeak.rewards.functions import function_name
+from flatpeak.runs.callbacks import Callback, check_callbacks
 from flatpeak.runs.manifest import flatten
+from flatpeak.tasks.dataset import GOLDS, task_of
 from flatpeak.training.objective import Objective
 from flatpeak.training.reward_tensors import Advantages
 from flatpeak.training.user_functions import make_advantages, make_objective
+from flatpeak.utils.huggingface import load_errors, load_tokenizer, local_or_hub
 from flatpeak.utils.user_code import FROM_PYTHON, REFERENCES, file_digest, source_digest
+
+if TYPE_CHECKING:
+    import pandas  # type: ignore[import-untyped]
+    from peft import PeftModel
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from flatpeak.functional.losses import TokenFunction
+    from flatpeak.rewards.base import Scorer
+
+    ModelInput: TypeAlias = str | Path | PreTrainedModel | PeftModel
+    """The name or the directory of a model, or the model itself."""
+    Rows: TypeAlias = Iterable[Mapping[str, Any]] | Iterable[str] | pandas.DataFrame | str | Path
+    DataInput: TypeAlias = Rows | Mapping[str, Rows]
+    """Rows (a `datasets.Dataset` has them too) or a file of rows, or these by `train` and `test`."""
+    RewardFunction: TypeAlias = Callable[..., Any] | Scorer
+    RewardInput: TypeAlias = RewardFunction | Mapping[str, RewardFunction | tuple[RewardFunction, float]]
+    """A function with one of the signatures of docs/own_data.md; or several by name, alone or with a weight."""
+    SamplerInput: TypeAlias = SamplerLike | SamplerFactory
+    """A sampler, or a function that makes one of the policy."""
+    LossInput: TypeAlias = TokenFunction | PolicyLoss
+    """A function (logprobs_T, ratio_T, advantages_T, config) -> loss_T, or a PolicyLoss."""
+    AdvantageInput: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+    """A function (rewards_PG, valid_PG) -> advantages_PG."""
 
 RecipeSource = RunConfig | Mapping[str, Any] | str | Path
 """A checked recipe, the mapping of one, or the path or name of one."""
+OWN_DATA: Final = "flatpeak:own_data"
+"""The recipe of a call that gives none."""
 _FUNCTIONS: Final = {"loss": "objective.loss", "advantage": "advantage.function"}
 """The settings in whose place a caller gives functions."""
 _SECTIONS: Final = {"task": "task", "reward": "rewards"}
@@ -39,13 +69,19 @@ class RunRequest:
     """The recipe of a run and the way to start it, as a Python caller gives them."""
 
     recipe: RecipeSource
-    settings: Settings | None
-    progress: Progress | bool | None
-    resume: bool
-    overwrite: bool
-    command: Sequence[str] | None
+    settings: Settings | None = None
+    progress: Progress | bool | None = None
+    resume: bool = False
+    overwrite: bool = False
+    command: Sequence[str] | None = None
+    """The command line; None for a call from Python."""
     report: bool = True
     """Whether the report page is written at the end, which takes a second."""
+    callbacks: Sequence[Callback] = ()
+
+    def __post_init__(self) -> None:
+        """UserError for callbacks of another class."""
+        check_callbacks(self.callbacks)
 
 
 def resolve_config(recipe: RecipeSource, settings: Settings | None = None) -> RunConfig:
@@ -73,7 +109,7 @@ class CallerObjects:
     tokenizer: Any = None
     task: Task | None = None
     reward: Any = None
-    sampler: SamplerLike | SamplerFactory | None = None
+    sampler: SamplerInput | None = None
     loss: Any = None
     """A policy loss: a function, or a PolicyLoss."""
     advantage: Any = None
@@ -183,3 +219,74 @@ def code_digests(config: RunConfig, objects: CallerObjects) -> dict[str, str]:
         if own is not None:
             digests[key] = source_digest(_function(own))
     return {key: digest for key, digest in digests.items() if digest is not None}
+
+
+def with_own_data(request: RunRequest, objects: CallerObjects, dataset: Any) -> tuple[RunRequest, CallerObjects]:
+    """The request and the objects of a run on a caller's data set, with a task made of it; None: of another's data.
+
+    A model given by its name moves into the settings. The recipe `flatpeak:own_data` is worded by the tokenizer's chat
+    template if it has one. UserError if no data are given for it.
+    """
+    if dataset is not None and objects.task is not None:
+        raise UserError("train(dataset=..., task=...): both are the data to train on; give one of them")
+    without_recipe = request.recipe == OWN_DATA
+    if without_recipe and dataset is None and objects.task is None:
+        raise UserError(
+            "train() needs a recipe, or a model and a data set: flatpeak.train(model=NAME, dataset=rows, reward=f)"
+        )
+    if isinstance(objects.model, str | Path):
+        request = replace(request, settings=with_settings(request.settings, {"model.path": str(objects.model)}))
+        objects = replace(objects, model=None)
+    if dataset is not None:
+        objects = replace(objects, task=task_of(dataset))
+        check_golds(objects, built_in=without_recipe)
+    if without_recipe:
+        recipe = {
+            "extends": OWN_DATA,
+            "prompt": {"template": _template(request.settings, objects.tokenizer)},
+            "evaluation": accuracy_settings(objects.reward),
+        }
+        request = replace(request, recipe=recipe)
+    return request, objects
+
+
+def check_golds(objects: CallerObjects, *, built_in: bool) -> None:
+    """UserError if no row has a gold answer, and the reward asks for it: an empty one is part of every text.
+
+    `built_in` says that the recipe's own reward grades where the caller gives none.
+    """
+    reward = objects.reward
+    if objects.task is None or any(example.gold for example in (*objects.task.train, *objects.task.test)):
+        return
+    functions = list(reward.values()) if isinstance(reward, Mapping) else [reward]
+    if (reward is None and built_in) or any(map(_asks_for_gold, functions)):
+        raise UserError(
+            f"dataset has no column with gold answers, which the reward asks for: name it {' or '.join(GOLDS[:4])}"
+        )
+
+
+def _asks_for_gold(function: Any) -> bool:
+    try:
+        parameter = inspect.signature(function).parameters.get("gold")
+    except (TypeError, ValueError):  # not a function, or one that does not show its parameters
+        return False
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def accuracy_settings(reward: Any) -> dict[str, Any]:
+    """The evaluation's settings for rewards by name: one says what is right; of several, their sum is measured."""
+    if not isinstance(reward, Mapping) or "correctness" in reward:
+        return {}
+    return {"accuracy": next(iter(reward))} if len(reward) == 1 else {"accuracy": None, "metric": "reward"}
+
+
+def _template(settings: Settings | None, tokenizer: Any) -> str:
+    """`chat` if the tokenizer of the model has a chat template, else `plain`."""
+    if tokenizer is None:
+        section = apply_settings(read_recipe(OWN_DATA), settings or ()).get("model", {})
+        path = section.get("path") if isinstance(section, Mapping) else None
+        if path is None:
+            return "plain"
+        with load_errors(path, where="model.path"):
+            tokenizer = load_tokenizer(local_or_hub(path, revision=section.get("revision")))
+    return "chat" if getattr(tokenizer, "chat_template", None) else "plain"

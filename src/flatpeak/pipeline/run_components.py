@@ -24,6 +24,7 @@ from flatpeak.pipeline.progress import model_line
 from flatpeak.pipeline.prompt_record import make_prompt_record
 from flatpeak.pipeline.request import CallerObjects, code_digests
 from flatpeak.pipeline.rollout_engines import announce_decoding
+from flatpeak.pipeline.run_data import task_digest
 from flatpeak.pipeline.run_rewards import unanswered
 from flatpeak.pipeline.run_start import Run, RunStart
 from flatpeak.pipeline.samplers import asks_servers, make_sampler
@@ -78,6 +79,7 @@ def open_components(
                 prepare=components.prepare,
                 decoder=decoder,
                 code=code_digests(config, objects),
+                data={} if objects.task is None else {"dataset": task_digest(objects.task)},
             ),
         )
 

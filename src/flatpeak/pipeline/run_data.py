@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -219,6 +220,15 @@ def data_digests(config: RunConfig) -> dict[str, str]:
         if isinstance(value, str) and (key.rpartition(".")[2] in _SETTINGS or ".arguments." in key)
     }
     return {key: digest for key, digest in digests.items() if digest is not None}
+
+
+def task_digest(task: Task) -> str:
+    """The start of the SHA-256 of a task's examples, with their columns."""
+    whole = hashlib.sha256()
+    for example in (*task.train, *task.test):
+        fields = {name: getattr(example, name) for name in Example.__dataclass_fields__}
+        whole.update(json.dumps(fields, skipkeys=True, default=lambda value: type(value).__name__).encode())
+    return whole.hexdigest()[:16]
 
 
 def _digest(name: str, *, in_task: bool) -> str | None:

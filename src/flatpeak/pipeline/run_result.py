@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ from flatpeak.runs.summary import RunSummary, read_summary
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]
     from matplotlib.figure import Figure
+
+    from flatpeak.pipeline.answering import ChatModel
 
 _PANEL_INCHES = (5.4, 3.2)
 
@@ -69,6 +72,21 @@ class RunResult:
         if chosen not in steps:
             raise UserError(f"{self.path} logged no rollouts of step {chosen}; it has {', '.join(map(str, steps))}")
         return pandas.DataFrame(read_rollouts(steps[chosen]))
+
+    def chat(
+        self, question: str, *, temperature: float | None = None, max_new_tokens: int | None = None, seed: int = 0
+    ) -> str:
+        """The best checkpoint's answer to a question, worded as in training and drawn as in evaluations.
+
+        `temperature` and `max_new_tokens` change how it is drawn. The model stays loaded for the next question.
+        """
+        return self._chat_model.answer(question, seed=seed, temperature=temperature, max_new_tokens=max_new_tokens)
+
+    @cached_property
+    def _chat_model(self) -> ChatModel:
+        from flatpeak.pipeline.answering import open_chat  # loads torch
+
+        return open_chat(str(self.path))
 
     def plot(self, *metrics: str) -> Figure:
         """A figure with the curve of each metric over its steps; by default the reward and the held-out metric."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from flatpeak.pipeline.run_data import data_digests
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Progress
 from flatpeak.report.page import LiveReport
+from flatpeak.runs.callbacks import Callbacks, RunControl
 from flatpeak.runs.checkpoints import CheckpointState, newest_valid, read_checkpoint
 from flatpeak.runs.directory import RunDirectory, RunPaths
 from flatpeak.runs.manifest import flatten
@@ -122,6 +123,8 @@ class RunStart:
     """The name of what draws the rollouts."""
     code: Mapping[str, str] | None = None
     """Digests of the user's functions by setting."""
+    data: Mapping[str, str] = field(default_factory=dict)
+    """A digest of the rows that a Python caller gave, as `dataset`."""
 
 
 def read_resume_point(config: RunConfig, progress: Progress) -> ResumePoint:
@@ -147,7 +150,7 @@ def take_directory(run: Run, start: RunStart) -> RunDirectory | None:
             before=start.prepare,
             decoder=start.decoder,
             code=start.code,
-            data=data_digests(run.config),
+            data={**data_digests(run.config), **start.data},
         )
         return run.held.enter_context(directory)
 
@@ -160,6 +163,7 @@ def open_recorder(run: Run, start: RunStart, directory: RunDirectory | None) -> 
         run.progress.after_evaluation = LiveReport(run.paths.path).refresh
     earlier = read_prompt_record(newest.path) if newest else None
     kind = NullRecorder if directory is None else Recorder
+    control = RunControl(run.paths.path, run.stop, run.progress.notice)
     recorder = kind(
         run.paths,
         config=run.config.run,
@@ -174,6 +178,7 @@ def open_recorder(run: Run, start: RunStart, directory: RunDirectory | None) -> 
         zero_advantages=start.zero_advantages,
         evaluated=run.resume_point.evaluated,
         ranks=run.ranks,
+        callbacks=Callbacks(() if directory is None else run.request.callbacks, control),
     )
     if newest is not None:
         recorder.point_at(newest.path)
@@ -213,8 +218,8 @@ def _changes(run: Run, directory: RunDirectory) -> list[str]:
     """A notice of each setting whose code or data has changed since an earlier start of the run."""
     settings: dict[str, Any] = flatten(run.config.model_dump(mode="json"))
     return [
-        f"the {kind} of {key}={settings[key]} has changed since the run was last started: what follows is another run "
-        f"than it was; put the {kind} back, or give the changed one a run of its own"
+        f"the {kind} of {key}={settings.get(key, '... from Python')} has changed since the run was last started: what "
+        f"follows is another run than it was; put the {kind} back, or give the changed one a run of its own"
         for kind, keys in directory.changed.items()
         for key in keys
     ]

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from flatpeak.config.load import Settings
 from flatpeak.distributed.ranks import open_ranks
 from flatpeak.distributed.shared_rollouts import checked_sampler_state
 from flatpeak.errors import UserError
 from flatpeak.pipeline.lifecycle import finish, open_run, training
-from flatpeak.pipeline.own_data import OWN_DATA, with_own_data
 from flatpeak.pipeline.policies import reference_checkpoint
 from flatpeak.pipeline.progress import first_line
 from flatpeak.pipeline.request import (
+    OWN_DATA,
     CallerObjects,
     RecipeSource,
     RunRequest,
     resolve_config,
+    with_own_data,
     without_model_source,
 )
 from flatpeak.pipeline.run_components import open_components
 from flatpeak.pipeline.run_result import RunResult
-from flatpeak.pipeline.samplers import SamplerFactory
 from flatpeak.pipeline.stages import run_rl, run_sft
-from flatpeak.protocols import Progress, SamplerLike, Task
+from flatpeak.protocols import Progress, Task
 from flatpeak.training.recorder import SAMPLER_STATE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from flatpeak.pipeline.request import AdvantageInput, DataInput, LossInput, ModelInput, RewardInput, SamplerInput
+    from flatpeak.runs.callbacks import Callback
 
 StageName = Literal["sft", "train"]
 
@@ -33,14 +39,15 @@ StageName = Literal["sft", "train"]
 def train(
     config: RecipeSource | None = None,
     *,
-    model: Any = None,
-    tokenizer: Any = None,
-    dataset: Any = None,
+    model: ModelInput | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dataset: DataInput | None = None,
     task: Task | None = None,
-    reward: Any = None,
-    sampler: SamplerLike | SamplerFactory | None = None,
-    loss: Any = None,
-    advantage: Any = None,
+    reward: RewardInput | None = None,
+    sampler: SamplerInput | None = None,
+    loss: LossInput | None = None,
+    advantage: AdvantageInput | None = None,
+    callbacks: Sequence[Callback] = (),
     settings: Settings | None = None,
     progress: Progress | bool | None = None,
     resume: bool = False,
@@ -55,9 +62,10 @@ def train(
     `train` and `test` to such rows (docs/own_data.md). Any of model (with its tokenizer), task, reward and sampler may
     be the caller's own object; a sampler that uses the trained model is given as a factory, called with the policy. So
     may loss, a function (logprobs_T, ratio_T, advantages_T, config) -> loss_T or a functional.PolicyLoss, and
-    advantage, (rewards_PG, valid_PG) -> advantages_PG. `progress` shows the run: None is an occasional line on stderr,
-    False is silence, else an object like `protocols.Progress`. Raises UserError for bad input, before a run directory
-    is made; a run name that exists needs `resume` or `overwrite`.
+    advantage, (rewards_PG, valid_PG) -> advantages_PG. `callbacks` (flatpeak.Callback) watch the run, log metrics and
+    may stop it. `progress` shows the run: None is an occasional line on stderr, False is silence, else an object like
+    `protocols.Progress`. Raises UserError for bad input, before a run directory is made; a run name that exists needs
+    `resume` or `overwrite`.
     """
     objects = CallerObjects(
         model=model, tokenizer=tokenizer, task=task, reward=reward, sampler=sampler, loss=loss, advantage=advantage
@@ -69,6 +77,7 @@ def train(
         resume=resume,
         overwrite=overwrite,
         command=command,
+        callbacks=callbacks,
     )
     return run_stages(*with_own_data(request, objects, dataset), stages=("sft", "train"))
 
@@ -76,14 +85,15 @@ def train(
 def sft(
     config: RecipeSource | None = None,
     *,
-    model: Any = None,
-    tokenizer: Any = None,
-    dataset: Any = None,
+    model: ModelInput | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dataset: DataInput | None = None,
     task: Task | None = None,
-    reward: Any = None,
-    sampler: SamplerLike | SamplerFactory | None = None,
-    loss: Any = None,
-    advantage: Any = None,
+    reward: RewardInput | None = None,
+    sampler: SamplerInput | None = None,
+    loss: LossInput | None = None,
+    advantage: AdvantageInput | None = None,
+    callbacks: Sequence[Callback] = (),
     settings: Settings | None = None,
     progress: Progress | bool | None = None,
     resume: bool = False,
@@ -101,6 +111,7 @@ def sft(
         resume=resume,
         overwrite=overwrite,
         command=command,
+        callbacks=callbacks,
     )
     return run_stages(*with_own_data(request, objects, dataset), stages=("sft",))
 

@@ -40,6 +40,7 @@ from flatpeak.rewards.sequence_classifier import (
     read_record,
 )
 from flatpeak.rollout.randomness import derive_seed
+from flatpeak.runs.callbacks import Callback
 from flatpeak.runs.checkpoints import CheckpointState
 from flatpeak.tasks.preferences import Preferences, PreferencesConfig, load_preferences
 from flatpeak.training.curriculum import Stream
@@ -66,6 +67,7 @@ def train_reward_model(
     *,
     model: Any = None,
     tokenizer: Any = None,
+    callbacks: Sequence[Callback] = (),
     settings: Settings | None = None,
     progress: Progress | bool | None = None,
     resume: bool = False,
@@ -75,12 +77,18 @@ def train_reward_model(
     """Train a reward model on the pairs of `task`, by the section `reward_model` of a recipe.
 
     `config` is a RunConfig, the mapping of a recipe, or a recipe's path or name. `model`, with its tokenizer, may be
-    the caller's own sequence-classification model with one output; `settings` and `progress` are those of
+    the caller's own sequence-classification model with one output; `callbacks`, `settings` and `progress` are those of
     `flatpeak.train`. Raises UserError for bad input, before a run directory is made; a run name that exists needs
     `resume` or `overwrite`.
     """
     request = RunRequest(
-        recipe=config, settings=settings, progress=progress, resume=resume, overwrite=overwrite, command=command
+        recipe=config,
+        settings=settings,
+        progress=progress,
+        resume=resume,
+        overwrite=overwrite,
+        command=command,
+        callbacks=callbacks,
     )
     return run_reward_model(request, model=model, tokenizer=tokenizer)
 

@@ -56,6 +56,11 @@ class Chart:
     note: str = ""
 
 
+_NAMESPACES: Final = (
+    *("reward", "judge", "groups", "policy", "gradreg", "rollout", "reference", "reward_model", "optimizer"),
+    *("time", "throughput", "memory", "tracking"),
+)
+"""Beginnings of the names of flatpeak's metrics of training steps (docs/metrics.md)."""
 CHARTS: Final = (
     Chart(
         title="SFT loss",
@@ -69,7 +74,7 @@ CHARTS: Final = (
     Chart(
         title="Reward",
         metrics="reward/*",
-        without=("reward/std", "reward/missing_fraction", "reward/*/mean", "reward/*/failed", "reward/*/timeouts"),
+        without=("reward/std", "reward/missing_fraction", "reward/*/*"),
         note="Mean over the sampled training completions, in total and by part. Good: rising, with held-out accuracy.",
     ),
     Chart(
@@ -187,6 +192,12 @@ CHARTS: Final = (
         note="Above 0, learning flattens too; below 0, the two disagree.",
     ),
     Chart(title="Perturbation kept", metrics="gradreg/perturbation_kept", note="1: nothing lost to rounding."),
+    Chart(
+        title="Logged by rewards",
+        metrics="reward/*/*",
+        without=("reward/*/mean", "reward/*/failed", "reward/*/timeouts"),
+    ),
+    Chart(title="Logged by callbacks", metrics="*", without=("step", "stage", *(f"{name}/*" for name in _NAMESPACES))),
 )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import time
@@ -32,6 +31,7 @@ from flatpeak.report.evaluations import (
 )
 from flatpeak.runs.directory import RunPaths, run_hint
 from flatpeak.runs.files import write_atomic
+from flatpeak.runs.manifest import read_starts
 from flatpeak.runs.metrics import by_task, read_metrics
 from flatpeak.runs.notices import START, no_signal_message, read_notices
 from flatpeak.runs.rollout_log import logged_steps, read_rollouts
@@ -86,7 +86,7 @@ class LiveReport:
 def page_content(run: RunPaths) -> dict[str, Any]:
     """The variables of the page's template."""
     rows = read_metrics(run.metrics)
-    manifest = json.loads(run.manifest.read_text(encoding="utf-8")) if run.manifest.exists() else None
+    manifest = next(iter(read_starts(run.manifest)), None)  # None too where a full disk has cut it short
     summary = read_summary(run.summary) if run.summary.exists() else None
     in_progress = summary is None or summary.status == "running"
     evaluations = evaluations_of(rows) if summary is None or in_progress else summary.evaluations

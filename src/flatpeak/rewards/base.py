@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ class ComponentScores:
     """Among those that timed out or failed: completions not graded because the step's budget was spent."""
     first_error: Exception | None = None
     """The first exception or limit."""
+    logged: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Values that a user's function logged, by metric."""
     tolerated: bool = False
     """Whether failures are a grader's limits on single texts and not faults of the reward: all may fail at once."""
 
@@ -81,6 +83,15 @@ def by_group(values: Iterable[T], groups: Sequence[Group]) -> list[list[T]]:
     return [[next(rest) for _ in group.completions] for group in groups]
 
 
+def join_logged(calls: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    """The values of several calls, by metric."""
+    joined: dict[str, list[float]] = {}
+    for logged in calls:
+        for metric, values in logged.items():
+            joined.setdefault(metric, []).extend(values)
+    return joined
+
+
 def join_scores(calls: Sequence[ComponentScores], groups: Sequence[Group]) -> ComponentScores:
     """The scores of calls that together cover all completions of the groups in order, arranged by group."""
     return ComponentScores(
@@ -92,6 +103,7 @@ def join_scores(calls: Sequence[ComponentScores], groups: Sequence[Group]) -> Co
         first_error=next(
             (call.first_error for call in sorted(calls, key=lambda call: not call.failed) if call.first_error), None
         ),
+        logged=join_logged(call.logged for call in calls),
         tolerated=any(call.tolerated for call in calls),
     )
 

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 
 _LOOP: Final = BackgroundLoop("flatpeak-async-rewards")
+LOG_METRIC: Final = "log_metric"
+"""The parameter of a function that logs metrics."""
+COUNTS: Final = frozenset({"failed", "timeouts"})
+"""Metrics that the run logs for every component."""
 PATIENCE: Final = 16
 """Failed completions in a row that end a run."""
 _FIXES: Final = {
@@ -121,6 +125,20 @@ def as_score(value: object, *, name: str, index: int) -> Score:
     )
 
 
+class MetricLog:
+    """The function `log_metric(name, value)` of one call."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, list[float]] = {}
+
+    def __call__(self, name: str, value: float) -> None:
+        """Log a value; the metric of a step is the mean of all that its calls log."""
+        if name in COUNTS:
+            raise UserError(f"log_metric({name!r}, ...): the run logs a metric of that name: choose another")
+        number = float(value)
+        self.values.setdefault(name, []).append(number)
+
+
 @dataclass(frozen=True, slots=True)
 class CheckedFunction:
     """A user's function whose results are checked, in the form sent to worker processes."""
@@ -130,10 +148,24 @@ class CheckedFunction:
     """The function's name in messages."""
     returns_list: bool
     """Whether a call returns a list of scores; otherwise it returns the score of one completion."""
+    logs: bool = False
+    """Whether it has a parameter `log_metric`."""
 
     def __call__(self, arguments: Mapping[str, Any], size: int, index: int) -> ComponentScores:
         """Call it for `size` completions; `index` is the number of the first completion, for messages."""
-        return self.check(call_each(self.function, [arguments])[0], size=size, index=index)
+        return self.call_each([(arguments, size, index)])[0]
+
+    def call_each(self, calls: Sequence[tuple[Mapping[str, Any], int, int]]) -> list[ComponentScores]:
+        """The results of several calls, each with its arguments, its size and its index."""
+        logs = [MetricLog() for _ in calls]
+        given = [
+            {**arguments, LOG_METRIC: log} if self.logs else arguments
+            for (arguments, _, _), log in zip(calls, logs, strict=True)
+        ]
+        return [
+            replace(self.check(result, size=size, index=index), logged=log.values)
+            for result, (_, size, index), log in zip(call_each(self.function, given), calls, logs, strict=True)
+        ]
 
     def check(self, result: object, *, size: int, index: int) -> ComponentScores:
         """The result of a call, or `Failed`, as one row of scores; anything that is not a score is missing."""

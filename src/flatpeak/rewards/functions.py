@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from flatpeak.errors import UserError, did_you_mean
 from flatpeak.rewards.base import ComponentScores, Isolation, Scorer, WorkerCalls, join_scores
-from flatpeak.rewards.checked_calls import CheckedFunction, call_each
+from flatpeak.rewards.checked_calls import LOG_METRIC, CheckedFunction
 
 if TYPE_CHECKING:
     from flatpeak.types import Completion, Group, Prompt
@@ -23,12 +23,13 @@ _HINT: Final = " (did you mean {}?)"
 SIGNATURES: Final = (
     "f(completions, ...): all completions at once, with prompts, completion_ids and columns as lists, as in TRL; "
     "f(group, ...): one group at a time, returning a score for each of its completions; "
-    "f(completion, ...): one completion's text at a time, with prompt, question, gold and other columns by name"
+    "f(completion, ...): one completion's text at a time, with prompt, question, gold and other columns by name; "
+    "each may have a parameter log_metric, a function (name, value)"
 )
 _FILLED_IN: Final[dict[Scope, frozenset[str]]] = {
-    "batch": frozenset({"completions", "prompts", "completion_ids"}),
-    "group": frozenset({"group"}),
-    "completion": frozenset({"completion", "prompt"}),
+    "batch": frozenset({"completions", "prompts", "completion_ids", LOG_METRIC}),
+    "group": frozenset({"group", LOG_METRIC}),
+    "completion": frozenset({"completion", "prompt", LOG_METRIC}),
 }
 _SYNONYMS: Final = {
     "gold": frozenset(
@@ -217,7 +218,12 @@ class FunctionReward(Scorer):
         """`name` is for messages. UserError for a `timeout` or `on_timeout` that does not work with the function."""
         self.name = name or function_name(function)
         self._signature = read_signature(function, name=self.name, arguments=arguments or {})
-        self.function = CheckedFunction(function, name=self.name, returns_list=self._signature.scope != "completion")
+        self.function = CheckedFunction(
+            function,
+            name=self.name,
+            returns_list=self._signature.scope != "completion",
+            logs=LOG_METRIC in self._signature.parameters,
+        )
         self._isolation = self._worker_limits(timeout, on_timeout)
         if on_timeout is not None and self._isolation is None:
             raise UserError(
@@ -241,15 +247,7 @@ class FunctionReward(Scorer):
         Completions have no score if their call raises or returns a wrong number of scores, or if their score is not a
         finite number.
         """
-        calls = self._signature.calls(groups)
-        results = call_each(self.function.function, [arguments for arguments, _, _ in calls])
-        return join_scores(
-            [
-                self.function.check(result, size=size, index=start)
-                for (_, size, start), result in zip(calls, results, strict=True)
-            ],
-            groups,
-        )
+        return join_scores(self.function.call_each(self._signature.calls(groups)), groups)
 
     def _worker_limits(self, timeout: Timeout, on_timeout: float | None) -> Isolation | None:
         # A worker calls it if `timeout` is in seconds, or if it is `auto` and no score depends on another group.

@@ -127,6 +127,7 @@ class RewardSet:
             total=self._total(scored, groups),
             parts={name: scored[name].scores for name in self._components},
             timed_out={name: [list(row) for row in one.timed_out] for name, one in scored.items() if any(one.flags)},
+            logged={f"{name}/{metric}": values for name in scored for metric, values in scored[name].logged.items()},
         )
 
     def prepare(self, examples: Sequence[Example]) -> None:

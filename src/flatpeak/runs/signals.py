@@ -13,6 +13,8 @@ from typing import Any
 _CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Ctrl-C, a termination request, a closed terminal or connection, and a batch system's warning before a time limit."""
 
+REQUEST = 0
+"""The null signal, which no process receives, stands for a callback that asks to stop."""
 _ANSWER = b"\nstopping after this step, with a checkpoint; the same again ends at once, without one\n"
 
 
@@ -40,12 +42,17 @@ class StopSignals:
     @property
     def exit_code(self) -> int:
         """The exit code: 128 + the signal's number (130 for SIGINT, 143 for SIGTERM), or 0 without a signal."""
-        return 0 if self.signal is None else 128 + self.signal
+        return 128 + self.signal if self.signal else 0
 
     @property
     def asked(self) -> bool:
         """Whether this process has received a stop signal, even before `agree`."""
         return self.signal is not None
+
+    def request(self) -> None:
+        """Ask to stop at the next step boundary, without a signal."""
+        if self.signal is None:
+            self.signal = REQUEST
 
     def agree(self) -> None:
         """Act on signals at the end of a step; a single process acts on each signal as it arrives."""

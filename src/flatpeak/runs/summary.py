@@ -58,7 +58,7 @@ class RunSummary:
 
     name: str
     status: Status
-    """`stopped`: by a signal, with a valid checkpoint. After a kill, the status is still `running`."""
+    """`stopped`: by a signal or a callback, with a valid checkpoint. After a kill, the status is still `running`."""
     metric: str
     """The metric that chose the best checkpoint."""
     best_step: int | None
@@ -72,7 +72,7 @@ class RunSummary:
     signal: int | None = None
     """The signal that stopped the run."""
     ended_by: str | None = None
-    """The condition that ended the run at or before its last step: `training.stop_at` or `training.stop_when`."""
+    """The end of the run at or before its last step: by `training.stop_at`, `training.stop_when` or a callback."""
 
     def evaluation(self, stage: EvaluationStage) -> StageEvaluation | None:
         """The last evaluation of a stage, or None."""

@@ -10,6 +10,7 @@ from typing import Any, Final, cast
 
 from flatpeak.errors import UserError, check_characters
 from flatpeak.protocols import Task
+from flatpeak.tasks.custom import check_task
 from flatpeak.tasks.data_files import ExampleTask, Row, SourceConfig, read_file
 from flatpeak.tasks.decontamination import question_key, repetition_notices
 from flatpeak.tasks.rows import examples_of
@@ -34,10 +35,33 @@ def task_of(dataset: Any) -> Task:
     A mapping has the parts `train` and, if it wants, `test` or `validation`. Otherwise a tenth of the questions is held
     out by a hash, at least one. UserError for rows without a question; a Task is returned as it is.
     """
-    if not hasattr(dataset, "columns") and all(hasattr(dataset, name) for name in ("name", "train", "test")):
+    if _is_task(dataset):
         return cast("Task", dataset)
     # A type checker sees the protocol's members as writable, and those of a frozen dataclass as read-only.
     return cast("Task", _task_of_rows(dataset))
+
+
+def held_out_task(dataset: Any) -> Task:
+    """A task whose held-out questions are all rows of a data set, or those of its held-out part.
+
+    UserError for rows without a question; a Task is returned as it is.
+    """
+    if _is_task(dataset):
+        return check_task(dataset, where="dataset")
+    where = "dataset"
+    if isinstance(dataset, Mapping):
+        split = next((name for name in HELD_OUT if name in dataset), None)
+        if split is None:
+            raise UserError(
+                f"dataset has the parts {', '.join(map(repr, dataset))}: name the one to ask 'test', or give its rows"
+            )
+        dataset, where = dataset[split], f"dataset[{split!r}]"
+    examples, notice = _examples(dataset, where=where)
+    return cast("Task", ExampleTask(name="dataset", train=(), test=examples, notices=(notice,)))
+
+
+def _is_task(dataset: Any) -> bool:
+    return not hasattr(dataset, "columns") and all(hasattr(dataset, name) for name in ("name", "train", "test"))
 
 
 def _task_of_rows(dataset: Any) -> ExampleTask:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flatpeak.protocols import Sampler
-from flatpeak.rewards.base import GradingBudget
+from flatpeak.rewards.base import GradingBudget, join_logged
 from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.rollout.randomness import derive_seed
@@ -41,7 +41,8 @@ class Rollouts:
     timed_out: Mapping[str, int] = field(default_factory=dict)
     """By reward component, the answers scored for having run out of time or memory; likewise."""
     measured: Mapping[str, float] = field(default_factory=dict)
-    """Metrics that reward and sampler report of themselves: a judge's calls and cost, a server's weight updates."""
+    """Metrics that reward and sampler report of themselves: what functions log, a judge's calls and cost, a server's
+    weight updates."""
 
 
 def collect(
@@ -60,7 +61,7 @@ def collect(
     `max_resamples` more rounds; what the budget cannot replace stays and counts in the loss's denominators.
     """
     kept, without_signal = list[_Drawn](), list[_Drawn]()
-    accuracies, timed_out = list[float](), Counter[str]()
+    accuracies, scored = list[float](), list[Scores]()
     drawn, rollout_seconds, reward_seconds = 0, 0.0, 0.0
     before, budget = failures(phase.reward), phase.reward.step_budget()
     for round_ in range(max_resamples + 1):
@@ -71,7 +72,7 @@ def collect(
         groups, scores, sampled_at = roll_out(
             sampler, phase.reward, prompts, config, seed=rollout_seed(seed, round_), budget=budget
         )
-        timed_out.update({name: sum(map(sum, flags)) for name, flags in scores.timed_out.items()})
+        scored.append(scores)
         rollout_seconds += sampled_at - started
         reward_seconds += time.perf_counter() - sampled_at
         accuracies.extend(known_scores(scores.parts.get(phase.accuracy or "", ())))
@@ -90,8 +91,8 @@ def collect(
         pass_rate=sum(accuracies) / len(accuracies) if accuracies else 0.0,
         rollout_seconds=rollout_seconds,
         reward_seconds=reward_seconds,
-        measured={**phase.reward.measured(scores), **sampler.measured()},
-        timed_out=dict(timed_out),
+        measured={**_logged(scored), **phase.reward.measured(scores), **sampler.measured()},
+        timed_out=_timed_out(scored),
         failed={name: more for name, count in failures(phase.reward).items() if (more := count - before.get(name, 0))},
     )
 
@@ -107,6 +108,19 @@ def _scores(drawn: Sequence[_Drawn]) -> Scores:
         total=[scores.total[index] for _, index, scores in drawn],
         parts={name: [scores.parts[name][index] for _, index, scores in drawn] for name in drawn[0][2].parts},
     )
+
+
+def _logged(scored: Sequence[Scores]) -> dict[str, float]:
+    """The means of the values that reward functions have logged in all rounds, as metrics."""
+    joined = join_logged(scores.logged for scores in scored)
+    return {f"reward/{name}": sum(values) / len(values) for name, values in joined.items()}
+
+
+def _timed_out(scored: Sequence[Scores]) -> dict[str, int]:
+    counts = Counter[str]()
+    for scores in scored:
+        counts.update({name: sum(map(sum, flags)) for name, flags in scores.timed_out.items()})
+    return dict(counts)
 
 
 def failures(reward: RewardSet) -> dict[str, int]:

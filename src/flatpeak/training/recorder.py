@@ -17,6 +17,7 @@ from flatpeak.evaluation.config import EvaluationConfig, is_verdict
 from flatpeak.evaluation.evaluate import Evaluator
 from flatpeak.evaluation.result import Evaluation, no_accuracy
 from flatpeak.protocols import Progress, SavesModel
+from flatpeak.runs.callbacks import Callbacks
 from flatpeak.runs.checkpoints import (
     BEST,
     LAST,
@@ -69,6 +70,7 @@ class Recorder:
     evaluated: bool = True
     """Whether the evaluation that was due after the last step, if one was, has been made."""
     ranks: Ranks = ALONE
+    callbacks: Callbacks = field(default_factory=Callbacks)
     status: Status = field(init=False, default="running")
     ended_by: str | None = field(init=False, default=None)
     """The condition that ended the run, if its steps did not."""
@@ -87,7 +89,7 @@ class Recorder:
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal asked to stop."""
+        """Whether a signal or a callback asked to stop."""
         return self.stop.signal is not None
 
     def begin_step(self, stage: Stage, step: int) -> None:
@@ -98,6 +100,8 @@ class Recorder:
         self, stage: Stage, step: int, total: int, metrics: Mapping[str, float], *, evaluation_due: bool
     ) -> None:
         """Log and show a completed step. It can be saved from here on, whatever happens before the next update."""
+        self.callbacks.call("on_step", stage.name, step, dict(metrics))
+        metrics = self.callbacks.with_logged(metrics)
         self.stop.agree()
         self._log(stage.name, step, metrics)
         self.logprob_gaps.observe(metrics)
@@ -106,6 +110,7 @@ class Recorder:
         self.evaluated = not evaluation_due
         self._completed = self._capture(stage, step)
         self.progress.update(stage.name, step=step, total=total, metrics=metrics)
+        self.ranks.first(self.callbacks.check)
 
     def _log(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
         """Write a row of metrics, and send it to the trackers."""
@@ -125,6 +130,8 @@ class Recorder:
         if self.zero_advantages is not None:
             self.zero_advantages.observe(rollouts, advantages_PG)
         self._log_rollouts(step, rollouts, advantages_PG)
+        advantages, scores = advantages_PG.tolist(), rollouts.scores
+        self.callbacks.call("on_rollouts", "train", step, rollouts.groups, scores=scores, advantages=advantages)
 
     def _log_rollouts(self, step: int, rollouts: Rollouts, advantages_PG: Tensor) -> None:
         """Write every completion of a step as `run.log_rollouts_every` says, and send some to the trackers."""
@@ -186,13 +193,17 @@ class Recorder:
             for one in (evaluation, *evaluation.apart.values())
             for name, value in one.metrics().items()
         }
-        metrics = {**named, "time/eval": seconds}
+        metrics: Mapping[str, float] = {**named, "time/eval": seconds}
+        self.callbacks.call("on_evaluation", stage, step, dict(metrics), rows=evaluation.rows)
+        metrics = self.callbacks.with_logged(metrics)
         self._log("eval", step, metrics)
         self.progress.update("eval", step=step, total=step, metrics=metrics)
         for one in (evaluation, *evaluation.apart.values()):
             self.trackers.log_evaluation(one.as_dict(), one.rows, step=step)
         if stage == "train":
             self.history.consider(step, choice)
+        self.stop.agree()
+        self.ranks.first(self.callbacks.check)
         return choice
 
     def _without_graded_accuracy(self, evaluation: Evaluation) -> Evaluation:
@@ -273,13 +284,15 @@ class Recorder:
         history = replace(done.history.copy(), last_step=step, seconds=self.history.seconds)
         tensors = stage.tensors()
         with stage.learner.whole() as save_model:
-            self.ranks.first(partial(self._write, done, history, save_model=save_model, tensors=tensors))
+            path = self.ranks.first(partial(self._write, done, history, save_model=save_model, tensors=tensors))
         self.history = history  # only now: a summary names steps that are on disk
         self._completed = None
+        self.callbacks.call("on_checkpoint", stage.name, step, path)
+        self.ranks.first(self.callbacks.check)
 
     def _write(
         self, done: CompletedStep, history: History, *, save_model: SavesModel, tensors: Mapping[str, Tensor]
-    ) -> None:
+    ) -> Path:
         """Write the checkpoint of a step, link it, and delete those that are no longer kept."""
         stage, step = done.stage, done.step
         self._sync_logs()
@@ -302,6 +315,7 @@ class Recorder:
         if stage.name == "train" and history.best_step == step:
             link_checkpoint(parent, BEST, path)
         prune(parent, keep=self.config.keep_checkpoints)
+        return path
 
     def _sync_logs(self) -> None:
         """Force the logs to the disk: after a power cut a checkpoint must not be ahead of them."""
@@ -340,8 +354,8 @@ class Recorder:
             evaluations=self.history.stage_evaluations,
             checkpoints=tuple(checkpoint_name(step) for step in checkpoint_steps(self.run.checkpoints)),
             wall_seconds=self.history.seconds,
-            signal=self.stop.signal,
-            ended_by=self.ended_by,
+            signal=self.stop.signal or None,
+            ended_by=self.ended_by or self.callbacks.run.stopped_by,
         )
 
     def summarize(self, status: Status) -> RunSummary:

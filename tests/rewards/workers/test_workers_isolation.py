@@ -412,3 +412,13 @@ def test_a_run_without_any_reward_says_so(recipe: Callable[..., Any], train: Cal
     assert messages == [
         "1 step so far without a reward for any completion, and so no update (correctness gave none: return a number)"
     ]
+
+
+def test_what_a_function_logs_in_a_worker_reaches_the_step(pool: WorkerPool, group: MAKE) -> None:
+    groups = [group("a", "bb"), group("c", "xxx", "ddd"), group("ee")]
+    logged = reward_of(worker_functions.logs_length, pool)(groups).logged
+    assert logged["logs_length/length"] == [1.0, 2.0, 1.0, 3.0, 3.0, 2.0]
+    [pid] = logged["logs_length/pid"]
+    assert pid in pids(pool)
+    alone = reward_of(worker_functions.logs_length, None)(groups).logged
+    assert alone == {"logs_length/length": logged["logs_length/length"], "logs_length/pid": [float(os.getpid())]}

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -15,11 +15,13 @@ from flatpeak.config.load import Settings
 from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.launch import check_alone
 from flatpeak.errors import RunError, UserError
-from flatpeak.pipeline.request import CallerObjects
+from flatpeak.pipeline.request import (
+    CallerObjects,
+)
 from flatpeak.pipeline.run_result import RunResult
-from flatpeak.pipeline.samplers import SamplerFactory
 from flatpeak.pipeline.train import train
-from flatpeak.protocols import Progress, SamplerLike, Task
+from flatpeak.protocols import Progress, Task
+from flatpeak.runs.callbacks import Callback
 from flatpeak.runs.checkpoints import CheckpointState, broken_file, checkpoint_name, checkpoint_steps, read_checkpoint
 from flatpeak.runs.directory import RunPaths, check_no_secret_missing
 from flatpeak.runs.manifest import DIGESTS, changes, describe_start, last_digests
@@ -27,6 +29,11 @@ from flatpeak.runs.metrics import truncate_metrics
 from flatpeak.runs.notices import truncate_notices
 from flatpeak.runs.rollout_log import logged_steps
 from flatpeak.utils.redaction import redact
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from flatpeak.pipeline.request import AdvantageInput, DataInput, LossInput, ModelInput, RewardInput, SamplerInput
 
 FIXED_SETTINGS = {
     "model.path": "the model",
@@ -50,28 +57,27 @@ def fork(
     *,
     name: str,
     settings: Settings = (),
-    model: Any = None,
-    tokenizer: Any = None,
+    model: ModelInput | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dataset: DataInput | None = None,
     task: Task | None = None,
-    reward: Any = None,
-    sampler: SamplerLike | SamplerFactory | None = None,
-    loss: Any = None,
-    advantage: Any = None,
+    reward: RewardInput | None = None,
+    sampler: SamplerInput | None = None,
+    loss: LossInput | None = None,
+    advantage: AdvantageInput | None = None,
+    callbacks: Sequence[Callback] = (),
     progress: Progress | bool | None = None,
     command: Sequence[str] | None = None,
 ) -> RunResult:
     """Train a new run, `name`, from the checkpoint of an RL step of `run`, and return its result.
 
-    Weights, optimizer and the position in the data come from the checkpoint. Logs and evaluations up to it are copied,
-    and the manifest names their source. `run` is a run's directory, or the name of a run in `runs/`; `settings` change
-    its recipe (a mapping or `key.path=value` strings). Objects passed by the run's caller (model, task, reward,
-    sampler, loss, advantage) must be passed again. Raises UserError, and leaves no files of the fork, if the checkpoint
-    is missing or the changes make it unusable.
+    Weights, optimizer, the position in the data and the logs so far come from `run`, a directory or the name of a run
+    in `runs/`. `settings` change its recipe. Objects that its caller gave must be given again. Raises UserError, and
+    leaves no files of the fork, if the checkpoint is missing or the changes make it unusable.
     """
     source = source_run(run)
     origin = read_origin(source, step)
-    own = CallerObjects(loss=loss, advantage=advantage)
-    before, config = forked_recipe(source, name, own.named_in(settings) or ())
+    before, config = forked_recipe(source, name, CallerObjects(loss=loss, advantage=advantage).named_in(settings) or ())
     _check_fork(source, origin, before, config)
     target = Path(config.run.directory) / name
     copy_run(source, origin, target, before=before, config=config, command=command)
@@ -80,19 +86,20 @@ def fork(
             config,
             model=model,
             tokenizer=tokenizer,
+            dataset=dataset,
             task=task,
             reward=reward,
             sampler=sampler,
             loss=loss,
             advantage=advantage,
+            callbacks=callbacks,
             progress=progress,
             resume=True,
             command=command,
         )
-    except RunError:  # the fork has taken steps, so it is kept
-        raise
-    except UserError:
-        shutil.rmtree(target, ignore_errors=True)
+    except UserError as error:
+        if not isinstance(error, RunError):  # otherwise the fork has taken steps, so it is kept
+            shutil.rmtree(target, ignore_errors=True)
         raise
 
 
