@@ -262,6 +262,7 @@ class SharedStopSignals(StopSignals):
         if self.received is not None and now - self._at > SAME_SIGNAL_SECONDS:
             raise KeyboardInterrupt
         self.received, self._at = number, now
+        self._interrupt()
 
 
 def _is_dead(pid: int) -> bool:

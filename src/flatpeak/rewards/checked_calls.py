@@ -11,7 +11,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final
 
-from flatpeak.errors import UserError
+from flatpeak.errors import StoppedError, UserError
 from flatpeak.rewards.background_loop import BackgroundLoop, gather
 from flatpeak.rewards.base import ComponentScores
 from flatpeak.rewards.workers.worker import WorkerError
@@ -63,7 +63,7 @@ def call_each(function: Callable[..., Any], calls: Iterable[Mapping[str, Any]]) 
 def _attempt(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     try:
         return function(**arguments)
-    except UserError:
+    except (StoppedError, UserError):
         raise
     except Exception as error:
         return Failed(error)
@@ -72,7 +72,7 @@ def _attempt(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
 async def _attempt_async(awaitable: Awaitable[Any]) -> Any:
     try:
         return await awaitable
-    except UserError:
+    except (StoppedError, UserError):
         raise
     except Exception as error:
         return Failed(error)
@@ -90,7 +90,7 @@ def as_list(result: object, *, expected: int, name: str) -> list[Any]:
         scores = list(result)
     except TypeError:  # a tensor or array without dimensions fails only when iterated
         raise BadResultError(f"reward function {name!r} returned {describe_value(result)}: {need}") from None
-    except UserError:
+    except (StoppedError, UserError):
         raise
     except Exception as error:  # a generator runs the function's code
         raise BadResultError(f"reward function {name!r}: its scores cannot be read: {one_line(error)}") from error

@@ -6,7 +6,7 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from flatpeak.errors import UserError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flatpeak.rewards.config import RewardConfig
     from flatpeak.types import Completion, Example, Group, Prompt, Score
 
-SLOW_SECONDS: Final = 60.0
+SLOW_SECONDS: Final = 10.0
 """Seconds after which a notice says that a call of a user's function in this process has not ended."""
 
 
@@ -62,6 +62,8 @@ class RewardSet:
         self._notice = notice or _ignore
         self._failures = FailureLog(self._notice)
         self._checked = False
+        self._stopping: Callable[[], bool] = lambda: False
+        self._at_once: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def weights(self) -> dict[str, float]:
@@ -102,7 +104,8 @@ class RewardSet:
         components = [component for component in self._components.values() if self._in_worker(component)]
         if self._workers is None or not components:
             return None
-        return Grading(components, self._workers, unproven=self._components.keys() - self._failures.proven)
+        unproven = self._components.keys() - self._failures.proven
+        return Grading(components, self._workers, unproven=unproven, stopping=self._stopping)
 
     def finish(
         self, groups: Sequence[Group], grading: Grading | None, *, budget: GradingBudget | None = None
@@ -153,8 +156,14 @@ class RewardSet:
             self._give_notices()
         self._checked = False
 
-    def attach(self, directory: Path, *, stopping: Callable[[], bool]) -> None:
-        """Let components write into a run's directory; their waits raise StoppedError once `stopping()` is true."""
+    def attach(
+        self, directory: Path, *, stopping: Callable[[], bool], at_once: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Let components write into a run's directory; their waits raise StoppedError once `stopping()` is true.
+
+        `at_once` makes a context in which the signal itself raises it, for functions that are called in this process.
+        """
+        self._stopping, self._at_once = stopping, at_once
         for scorer in self._scorers.values():
             scorer.attach(directory, stopping=stopping)
 
@@ -194,7 +203,7 @@ class RewardSet:
         """The scores of a component in this process, with a notice if a function does not return."""
         if not component.scorer.may_hang:
             return component.scorer.score_within(groups, budget)
-        with _notice_if_slow(component.name, self._notice, obstacle=component.scorer.unprotected):
+        with _notice_if_slow(component.name, self._notice, obstacle=component.scorer.unprotected), self._at_once():
             return component.scorer.score_within(groups, budget)
 
     def _fall_back(self, name: str, error: UnloadableError, groups: Sequence[Group]) -> ComponentScores:
@@ -252,7 +261,8 @@ class CallersReward(RewardSet):
         self, groups: Sequence[Group], grading: Grading | None, *, budget: GradingBudget | None = None
     ) -> Scores:
         """The function's scores; `grading` and `budget` apply only to components that flatpeak calls itself."""
-        return self._function(groups)
+        with self._at_once():
+            return self._function(groups)
 
     def is_function(self, name: str) -> bool:
         """True, because all components belong to the caller's function."""

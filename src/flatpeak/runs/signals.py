@@ -6,14 +6,17 @@ import os
 import signal
 import stat
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
+
+from flatpeak.errors import StoppedError
 
 _CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Ctrl-C, a termination request, a closed terminal or connection, and a batch system's warning before a time limit."""
 
-_ANSWER = b"\nstopping after this step, with a checkpoint; the same again ends at once, without one\n"
+_ANSWER = b"\nstopping, with a checkpoint of the last step; the same again ends at once, without one\n"
 
 
 def signal_name(number: int) -> str:
@@ -36,6 +39,7 @@ class StopSignals:
         self.rank: int | None = None
         """With several processes, the rank that received the signal if only one did."""
         self._previous: dict[signal.Signals, Any] = {}
+        self._raises = False
 
     @property
     def exit_code(self) -> int:
@@ -46,6 +50,15 @@ class StopSignals:
     def asked(self) -> bool:
         """Whether this process has received a stop signal, even before `agree`."""
         return self.signal is not None
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """A context for a user's code: a first signal raises StoppedError in the middle of it."""
+        self._raises = True
+        try:
+            yield
+        finally:
+            self._raises = False
 
     def agree(self) -> None:
         """Act on signals at the end of a step; a single process acts on each signal as it arrives."""
@@ -76,6 +89,13 @@ class StopSignals:
         with suppress(OSError):
             if os.isatty(2):  # not through sys.stderr, whose lock this thread may hold
                 os.write(2, _ANSWER)
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        """Raise StoppedError within `at_once`."""
+        if self._raises:
+            self._raises = False
+            raise StoppedError("a signal asked to stop during a call of a user's function")
 
 
 def _leave_terminal() -> None:

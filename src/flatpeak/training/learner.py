@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -159,6 +159,7 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
         exact = self.twice_differentiable
         padded = not self.policy.native or exact
         for micro_batch in micro_batches(batch, self.micro_batch_tokens, padded=padded, parallel=self.parallel):
+            self.before_pass()
             yield (
                 micro_batch,
                 *self.policy.token_logprobs(micro_batch, temperature=self.temperature, twice_differentiable=exact),
@@ -175,6 +176,7 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
                 micro_batch_tokens=self.micro_batch_tokens,
                 twice_differentiable=self.twice_differentiable,
                 parallel=self.parallel,
+                before_pass=self.before_pass,
             )
 
 
@@ -204,11 +206,13 @@ def score(
     micro_batch_tokens: int,
     twice_differentiable: bool = False,
     parallel: DataParallel = UNDIVIDED,
+    before_pass: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """A model's log-probabilities of a whole batch, float32 [T], one micro-batch at a time and detached."""
     scores, padded = [], twice_differentiable or not policy.native
     with policy.on_device():
         for micro_batch in micro_batches(batch, micro_batch_tokens, padded=padded, parallel=parallel):
+            before_pass()
             with policy.scoring():
                 logprobs_T, _ = policy.token_logprobs(
                     micro_batch, temperature=temperature, twice_differentiable=twice_differentiable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,6 +245,8 @@ class BaseLearner(ABC, Generic[Data, Statistics]):
         self.optimizer = build_optimizer(self.masters.stepped, config, self.masters.shards)
         self.updates = 0
         """Number of updates that have begun to change weights and optimizer."""
+        self.before_pass: Callable[[], None] = lambda: None
+        """Called before every pass over a micro-batch; it may raise StoppedError."""
         self.updating = False
         """Whether an update is under way, or was left by an error."""
 

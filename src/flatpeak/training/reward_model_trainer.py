@@ -204,6 +204,7 @@ class PreferenceLearner(BaseLearner[Sequence[EncodedPair], PairStatistics]):
         to `.grad`, one micro-batch at a time."""
         statistics, size = PairStatistics(), sum(map(len, batches))
         for micro in chain.from_iterable(map(self.micro_batches, batches)):
+            self.before_pass()
             texts = [*(pair.chosen_ids for pair in micro), *(pair.rejected_ids for pair in micro)]
             chosen_P, rejected_P = self.classifier.scores(texts).chunk(2)
             loss_P = bradley_terry_loss(chosen_P, rejected_P, margin=self.margin)
