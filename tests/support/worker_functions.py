@@ -319,3 +319,9 @@ def stays(completion: str) -> float:
 
 stays.by_group = False  # type: ignore[attr-defined]
 nameless = lambda completion: float(os.getpid())  # noqa: E731
+
+
+def start_and_sleep(own_session: bool) -> None:
+    """Start a program, in a session of its own if asked, and never return."""
+    subprocess.Popen(["sleep", "600"], start_new_session=own_session)
+    time.sleep(600)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
+import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 
 _LOOP: Final = BackgroundLoop("flatpeak-async-rewards")
+SLOW_SECONDS: Final = 10.0
+"""Seconds after which a notice says that a call of a user's function in this process has not ended."""
 PATIENCE: Final = 16
 """Failed completions in a row that end a run."""
 _FIXES: Final = {
@@ -236,3 +240,19 @@ class FailureLog:
 def reaches_power_of_ten(before: int, now: int) -> bool:
     """Whether a count passed 1, 10, 100, ... when it grew to `now`."""
     return len(str(now)) > len(str(before)) or before == 0 < now
+
+
+@contextmanager
+def notice_if_slow(name: str, notice: Callable[[str], None], *, obstacle: str | None) -> Iterator[None]:
+    """Give a notice if the block takes long; `obstacle` is the reason why no worker runs it."""
+    way_out = "`timeout: SECONDS` in a recipe calls it in a process that can be killed"
+    if obstacle is not None:
+        way_out = f"no process that can be killed calls it, since {obstacle}"
+    text = f"reward {name!r} has been at work for {SLOW_SECONDS:g} s, and the run waits for it; {way_out}"
+    timer = threading.Timer(SLOW_SECONDS, notice, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

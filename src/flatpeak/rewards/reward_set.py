@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.base import Component, GradingBudget, Scorer
-from flatpeak.rewards.checked_calls import FailureLog, Failures
+from flatpeak.rewards.checked_calls import FailureLog, Failures, notice_if_slow
 from flatpeak.rewards.functions import FunctionReward, function_name
 from flatpeak.rewards.workers.grading import Grading, UnloadableError
 from flatpeak.rewards.workers.pool import WorkerPool
@@ -25,9 +24,6 @@ if TYPE_CHECKING:
     from flatpeak.rewards.base import ComponentScores
     from flatpeak.rewards.config import RewardConfig
     from flatpeak.types import Completion, Example, Group, Prompt, Score
-
-SLOW_SECONDS: Final = 10.0
-"""Seconds after which a notice says that a call of a user's function in this process has not ended."""
 
 
 class RewardSet:
@@ -203,7 +199,7 @@ class RewardSet:
         """The scores of a component in this process, with a notice if a function does not return."""
         if not component.scorer.may_hang:
             return component.scorer.score_within(groups, budget)
-        with _notice_if_slow(component.name, self._notice, obstacle=component.scorer.unprotected), self._at_once():
+        with notice_if_slow(component.name, self._notice, obstacle=component.scorer.unprotected), self._at_once():
             return component.scorer.score_within(groups, budget)
 
     def _fall_back(self, name: str, error: UnloadableError, groups: Sequence[Group]) -> ComponentScores:
@@ -303,22 +299,6 @@ def shadow_metrics(
     gap = sum(judge - truth for judge, truth in pairs) / len(pairs)
     agreement = sum((judge >= threshold) == (truth >= threshold) for judge, truth in pairs) / len(pairs)
     return {"shadow_gap": gap, "shadow_agreement": agreement}
-
-
-@contextmanager
-def _notice_if_slow(name: str, notice: Callable[[str], None], *, obstacle: str | None) -> Iterator[None]:
-    """Give a notice if the block takes long; `obstacle` is the reason why no worker runs it."""
-    way_out = "`timeout: SECONDS` in a recipe calls it in a process that can be killed"
-    if obstacle is not None:
-        way_out = f"no process that can be killed calls it, since {obstacle}"
-    text = f"reward {name!r} has been at work for {SLOW_SECONDS:g} s, and the run waits for it; {way_out}"
-    timer = threading.Timer(SLOW_SECONDS, notice, [text])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _ignore(text: str) -> None:

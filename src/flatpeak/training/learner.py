@@ -16,6 +16,7 @@ from flatpeak.errors import RunError
 from flatpeak.gradreg.guard import Report
 from flatpeak.gradreg.shards import full_tensor
 from flatpeak.policy.model import Policy
+from flatpeak.policy.model_settings import marked_layers
 from flatpeak.protocols import SavesModel
 from flatpeak.training.batch import UNDIVIDED, DataParallel, micro_batches
 from flatpeak.training.config import OptimizerConfig
@@ -69,6 +70,7 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
         weights = sum(weight.numel() for weight in policy.model.parameters())
         self.parallel = DataParallel(ranks=ranks, undivided_tokens=undivided_work / (6 * weights))
         self.policy = policy
+        self.layers = marked_layers(policy.model)
         self.objective = objective
         self.measured = measured
         self.temperature = temperature
@@ -168,7 +170,7 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
 
     def score(self, model: Policy, batch: PackedCompletions) -> Tensor:
         """The log-probabilities [T] that an update's passes over this batch would compute with `model`, bit for bit."""
-        with self.memory.phase("update" if model is self.policy else "reference"):
+        with self.memory.phase("update" if model is self.policy else "reference"), self.checked_layers():
             return score(
                 model,
                 batch,
