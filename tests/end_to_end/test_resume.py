@@ -58,25 +58,6 @@ def test_a_run_stopped_between_steps_ends_the_same(
     assert_same(run.go_on(), uninterrupted)
 
 
-def test_an_interrupt_in_the_middle_of_a_step_lets_the_step_end(
-    make_run: MakeRun, uninterrupted: dict[str, Any], send: Any
-) -> None:
-    class Interrupting(Judge):
-        rollouts = 0
-
-        def __call__(self, group: Any) -> list[float]:
-            self.rollouts += len(group.completions) > 1
-            if self.rollouts == 10:
-                send(signal.SIGINT)()
-            return super().__call__(group)
-
-    run = make_run()
-    stopped = run.start(judge=Interrupting())
-    assert (stopped.exit_code, stopped.summary.signal) == (130, signal.SIGINT)
-    assert 0 < stopped.summary.last_step < 5
-    assert_same(run.go_on(), uninterrupted)
-
-
 def test_a_run_stopped_twice_ends_the_same(make_run: MakeRun, uninterrupted: dict[str, Any], send: Any) -> None:
     run = make_run()
     run.stop_at("sft", 2)

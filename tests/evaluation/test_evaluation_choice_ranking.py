@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flatpeak.config.load import parse_config
-from flatpeak.errors import UserError
+from flatpeak.errors import StoppedError, UserError
 from flatpeak.evaluation.choice_ranking import LetterRanker
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.evaluation.evaluate import PolicyEvaluator
@@ -134,6 +134,17 @@ def test_a_model_without_flatpeaks_attention_ranks_by_its_own_log_probabilities(
     assert [one.letter for one in padded] == [one.letter for one in native]
     for one, other in zip(padded, native, strict=True):
         assert list(one.logprobs.values()) == pytest.approx(list(other.logprobs.values()), rel=1e-4)
+
+
+def test_a_signal_ends_the_ranking_between_two_passes() -> None:
+    model, tokenizer = make("bpe")
+    prompts, answers = questions(tokenizer, 8), iter([False, False, True])
+    ranker = LetterRanker(
+        policy=Policy(model, tokenizer), tokenizer=tokenizer, prompt_tokens=1, stopping=lambda: next(answers)
+    )
+    with pytest.raises(StoppedError):
+        ranker(prompts)
+    assert next(answers, None) is None  # asked before each pass, and no more
 
 
 def test_after_a_line_break_the_letter_has_no_space() -> None:

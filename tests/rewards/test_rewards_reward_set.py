@@ -6,7 +6,7 @@ import time
 import pytest
 
 from flatpeak.errors import UserError
-from flatpeak.rewards import reward_set
+from flatpeak.rewards import checked_calls
 from flatpeak.rewards.base import Component
 from flatpeak.rewards.functions import FunctionReward
 from flatpeak.rewards.numeric_answer import NumberReward
@@ -157,7 +157,7 @@ def test_all_parts_are_closed_whatever_one_raises():
     ],
 )
 def test_a_function_that_does_not_come_back_is_told_of(group, monkeypatch, timeout, way_out):
-    monkeypatch.setattr(reward_set, "SLOW_SECONDS", 0.05)
+    monkeypatch.setattr(checked_calls, "SLOW_SECONDS", 0.05)
     messages = threading.Event()
     notices = []
 
@@ -189,7 +189,7 @@ def test_an_error_that_ends_the_run_is_told_once(group):
 
 
 def test_a_function_that_comes_back_is_not(group, monkeypatch):
-    monkeypatch.setattr(reward_set, "SLOW_SECONDS", 0.05)
+    monkeypatch.setattr(checked_calls, "SLOW_SECONDS", 0.05)
     notices = []
     reward = RewardSet(
         [Component(name="mine", weight=1.0, scorer=FunctionReward(lambda completions: [1.0]))], notice=notices.append

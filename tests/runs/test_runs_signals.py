@@ -84,7 +84,7 @@ def test_signals_are_named_in_words(number, name):
     assert signal_name(number) == name
 
 
-def test_a_terminal_is_told_at_once_that_the_step_is_waited_for():
+def test_a_terminal_shows_at_once_that_the_run_stops():
     code = (
         "import time; from flatpeak.runs.signals import StopSignals\n"
         "with StopSignals() as stop:\n"
@@ -99,6 +99,6 @@ def test_a_terminal_is_told_at_once_that_the_step_is_waited_for():
     shown = b""
     while b"without one" not in shown:
         shown += os.read(terminal, 1000)
-    assert b"stopping after this step, with a checkpoint" in shown
+    assert b"stopping, with a checkpoint of the last step" in shown
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     os.close(terminal)

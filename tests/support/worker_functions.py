@@ -327,3 +327,9 @@ def logs_length(completion: str, log_metric: Callable[[str, float], None]) -> fl
     if "x" in completion:
         log_metric("pid", os.getpid())
     return 1.0
+
+
+def start_and_sleep(own_session: bool) -> None:
+    """Start a program, in a session of its own if asked, and never return."""
+    subprocess.Popen(["sleep", "600"], start_new_session=own_session)
+    time.sleep(600)

@@ -204,6 +204,9 @@ class QuietRecorder(NoRecorder):
     evaluated = True
     progress = SimpleNamespace(notice=print)
 
+    def check_stop(self) -> None:
+        pass
+
     def begin_step(self, *step: Any) -> None:
         pass
 

@@ -28,6 +28,9 @@ class Calls:
         self.ended_by: str | None = "unset"
         self.progress = SimpleNamespace(notice=lambda text: None)
 
+    def check_stop(self) -> None:
+        """No signal asks to stop."""
+
     def begin(self, stage: StageTrainer, *, goal: float | None) -> bool:
         self.made.append(("begin", goal))
         return self.reached_at == 0

@@ -236,8 +236,8 @@ class SharedStopSignals(StopSignals):
 
     @property
     def asked(self) -> bool:
-        """Whether a signal asks this rank to stop, possibly before the others know of it."""
-        return self.received is not None
+        """Whether a signal asks this rank to stop, possibly before the others know of it; not for a mere `request`."""
+        return bool(self.received)
 
     def request(self) -> None:
         """Ask all ranks to stop at the next step boundary, without a signal."""
@@ -264,9 +264,10 @@ class SharedStopSignals(StopSignals):
         if dead:
             raise LostRankError(f"rank {dead[0]} has ended")
         now = time.monotonic()
-        if self.received is not None and now - self._at > SAME_SIGNAL_SECONDS:
+        if self.received and now - self._at > SAME_SIGNAL_SECONDS:
             raise KeyboardInterrupt
         self.received, self._at = number, now
+        self._interrupt()
 
 
 def _is_dead(pid: int) -> bool:

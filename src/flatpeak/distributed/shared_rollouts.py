@@ -194,10 +194,12 @@ class SharedReward(RewardSet):
         """Let components check themselves again."""
         self._ranks.first(self._own.check)
 
-    def attach(self, directory: Path, *, stopping: Callable[[], bool]) -> None:
+    def attach(
+        self, directory: Path, *, stopping: Callable[[], bool], at_once: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         """Let components write into a run's directory, those of the first rank alone."""
         if self._ranks.is_first:
-            self._own.attach(directory, stopping=stopping)
+            self._own.attach(directory, stopping=stopping, at_once=at_once)
 
     def measured(self, scores: Scores) -> dict[str, float]:
         """The components' metrics since the last call."""

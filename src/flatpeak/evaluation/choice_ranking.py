@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flatpeak.errors import UserError
+from flatpeak.errors import StoppedError, UserError
 from flatpeak.protocols import Tokenizer
 from flatpeak.types import Completion, Group, PackedCompletions, Prompt
 
@@ -59,6 +59,8 @@ class LetterRanker:
     policy: Scorer
     tokenizer: Tokenizer
     prompt_tokens: int = 8192
+    stopping: Callable[[], bool] = lambda: False
+    """Raises StoppedError between two passes once it is true."""
     _tokens: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[Ranked]:
@@ -85,6 +87,8 @@ class LetterRanker:
             yield chunk
 
     def _rank(self, prompts: Sequence[Prompt]) -> Iterator[Ranked]:
+        if self.stopping():
+            raise StoppedError("a signal asked to stop while letters were ranked")
         continuations = [self._continuations(prompt) for prompt in prompts]
         batch = _batch(prompts, [list(by_letter.values()) for by_letter in continuations], device=self.policy.device)
         with torch.no_grad():

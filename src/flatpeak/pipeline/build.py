@@ -9,6 +9,7 @@ from pathlib import Path
 
 from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.ranks import ALONE, Ranks
+from flatpeak.evaluation.choice_ranking import LetterRanker
 from flatpeak.evaluation.evaluate import PolicyEvaluator
 from flatpeak.pipeline.evaluators import build_evaluator
 from flatpeak.pipeline.policies import announce_recipe, check_model, named_reference, open_policy
@@ -46,15 +47,17 @@ class Components:
     def attach(self, directory: Path, stop: StopSignals) -> None:
         """Give rewards the run's directory to write into, and them and servers the signal that ends all waiting."""
         for reward in rewards_of(self.phases):
-            reward.attach(directory, stopping=lambda: stop.asked)
+            reward.attach(directory, stopping=lambda: stop.asked, at_once=stop.at_once)
         self.sampler.stop_when(lambda: stop.asked)
 
     def stoppable_evaluator(self, stopping: Callable[[], bool]) -> PolicyEvaluator:
-        """The evaluator, whose sharpness raises StoppedError once `stopping()`."""
-        sharpness = self.evaluator.sharpness
-        if sharpness is None:
-            return self.evaluator
-        return replace(self.evaluator, sharpness=replace(sharpness, stopping=stopping))
+        """The evaluator, whose parts without a sampler raise StoppedError once `stopping()`."""
+        sharpness, ranker = self.evaluator.sharpness, self.evaluator.ranker
+        return replace(
+            self.evaluator,
+            sharpness=replace(sharpness, stopping=stopping) if sharpness else None,
+            ranker=replace(ranker, stopping=stopping) if isinstance(ranker, LetterRanker) else ranker,
+        )
 
     def take_reference(self) -> Policy | None:
         """Hand over the named reference: a reset replaces it, and then nothing else may keep it in memory."""

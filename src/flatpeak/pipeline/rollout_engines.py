@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -106,6 +106,10 @@ class PlainSampler(Sampler):
         """One group per prompt, in order."""
         with self.policy.plain_attention():
             return self.engine.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)
+
+    def stop_when(self, stopping: Callable[[], bool]) -> None:
+        """Raise StoppedError between two tokens once `stopping()` is true."""
+        self.engine.stop_when(stopping)
 
 
 def announce_decoding(policy: Policy, prompts: Sequence[Prompt], progress: Progress, *, max_new_tokens: int) -> None:

@@ -139,9 +139,14 @@ def training_forward(layer: nn.Module) -> TrainingForward | None:
     return forward if isinstance(forward, TrainingForward) else None
 
 
+def marked_layers(model: nn.Module) -> list[nn.Module]:
+    """The repeated layers of a model, as transformers marks them."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The repeated layers of a model, as transformers marks them. UserError if it marks none."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = marked_layers(model)
     if not layers:
         raise UserError(
             f"{type(model).__name__} has no layers that transformers could recompute: leave "

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 import math
+import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final
 
-from flatpeak.errors import UserError
+from flatpeak.errors import StoppedError, UserError
 from flatpeak.rewards.background_loop import BackgroundLoop, gather
 from flatpeak.rewards.base import ComponentScores
 from flatpeak.rewards.workers.worker import WorkerError
@@ -27,6 +29,8 @@ LOG_METRIC: Final = "log_metric"
 """The parameter of a function that logs metrics."""
 COUNTS: Final = frozenset({"failed", "timeouts"})
 """Metrics that the run logs for every component."""
+SLOW_SECONDS: Final = 10.0
+"""Seconds after which a notice says that a call of a user's function in this process has not ended."""
 PATIENCE: Final = 16
 """Failed completions in a row that end a run."""
 _FIXES: Final = {
@@ -67,7 +71,7 @@ def call_each(function: Callable[..., Any], calls: Iterable[Mapping[str, Any]]) 
 def _attempt(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     try:
         return function(**arguments)
-    except UserError:
+    except (StoppedError, UserError):
         raise
     except Exception as error:
         return Failed(error)
@@ -76,7 +80,7 @@ def _attempt(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
 async def _attempt_async(awaitable: Awaitable[Any]) -> Any:
     try:
         return await awaitable
-    except UserError:
+    except (StoppedError, UserError):
         raise
     except Exception as error:
         return Failed(error)
@@ -94,7 +98,7 @@ def as_list(result: object, *, expected: int, name: str) -> list[Any]:
         scores = list(result)
     except TypeError:  # a tensor or array without dimensions fails only when iterated
         raise BadResultError(f"reward function {name!r} returned {describe_value(result)}: {need}") from None
-    except UserError:
+    except (StoppedError, UserError):
         raise
     except Exception as error:  # a generator runs the function's code
         raise BadResultError(f"reward function {name!r}: its scores cannot be read: {one_line(error)}") from error
@@ -268,3 +272,19 @@ class FailureLog:
 def reaches_power_of_ten(before: int, now: int) -> bool:
     """Whether a count passed 1, 10, 100, ... when it grew to `now`."""
     return len(str(now)) > len(str(before)) or before == 0 < now
+
+
+@contextmanager
+def notice_if_slow(name: str, notice: Callable[[str], None], *, obstacle: str | None) -> Iterator[None]:
+    """Give a notice if the block takes long; `obstacle` is the reason why no worker runs it."""
+    way_out = "`timeout: SECONDS` in a recipe calls it in a process that can be killed"
+    if obstacle is not None:
+        way_out = f"no process that can be killed calls it, since {obstacle}"
+    text = f"reward {name!r} has been at work for {SLOW_SECONDS:g} s, and the run waits for it; {way_out}"
+    timer = threading.Timer(SLOW_SECONDS, notice, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.base import Component, GradingBudget, Scorer
-from flatpeak.rewards.checked_calls import FailureLog, Failures
+from flatpeak.rewards.checked_calls import FailureLog, Failures, notice_if_slow
 from flatpeak.rewards.functions import FunctionReward, function_name
 from flatpeak.rewards.workers.grading import Grading, UnloadableError
 from flatpeak.rewards.workers.pool import WorkerPool
@@ -25,9 +24,6 @@ if TYPE_CHECKING:
     from flatpeak.rewards.base import ComponentScores
     from flatpeak.rewards.config import RewardConfig
     from flatpeak.types import Completion, Example, Group, Prompt, Score
-
-SLOW_SECONDS: Final = 60.0
-"""Seconds after which a notice says that a call of a user's function in this process has not ended."""
 
 
 class RewardSet:
@@ -62,6 +58,8 @@ class RewardSet:
         self._notice = notice or _ignore
         self._failures = FailureLog(self._notice)
         self._checked = False
+        self._stopping: Callable[[], bool] = lambda: False
+        self._at_once: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def weights(self) -> dict[str, float]:
@@ -102,7 +100,8 @@ class RewardSet:
         components = [component for component in self._components.values() if self._in_worker(component)]
         if self._workers is None or not components:
             return None
-        return Grading(components, self._workers, unproven=self._components.keys() - self._failures.proven)
+        unproven = self._components.keys() - self._failures.proven
+        return Grading(components, self._workers, unproven=unproven, stopping=self._stopping)
 
     def finish(
         self, groups: Sequence[Group], grading: Grading | None, *, budget: GradingBudget | None = None
@@ -154,8 +153,14 @@ class RewardSet:
             self._give_notices()
         self._checked = False
 
-    def attach(self, directory: Path, *, stopping: Callable[[], bool]) -> None:
-        """Let components write into a run's directory; their waits raise StoppedError once `stopping()` is true."""
+    def attach(
+        self, directory: Path, *, stopping: Callable[[], bool], at_once: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Let components write into a run's directory; their waits raise StoppedError once `stopping()` is true.
+
+        `at_once` makes a context in which the signal itself raises it, for functions that are called in this process.
+        """
+        self._stopping, self._at_once = stopping, at_once
         for scorer in self._scorers.values():
             scorer.attach(directory, stopping=stopping)
 
@@ -195,7 +200,7 @@ class RewardSet:
         """The scores of a component in this process, with a notice if a function does not return."""
         if not component.scorer.may_hang:
             return component.scorer.score_within(groups, budget)
-        with _notice_if_slow(component.name, self._notice, obstacle=component.scorer.unprotected):
+        with notice_if_slow(component.name, self._notice, obstacle=component.scorer.unprotected), self._at_once():
             return component.scorer.score_within(groups, budget)
 
     def _fall_back(self, name: str, error: UnloadableError, groups: Sequence[Group]) -> ComponentScores:
@@ -253,7 +258,8 @@ class CallersReward(RewardSet):
         self, groups: Sequence[Group], grading: Grading | None, *, budget: GradingBudget | None = None
     ) -> Scores:
         """The function's scores; `grading` and `budget` apply only to components that flatpeak calls itself."""
-        return self._function(groups)
+        with self._at_once():
+            return self._function(groups)
 
     def is_function(self, name: str) -> bool:
         """True, because all components belong to the caller's function."""
@@ -294,22 +300,6 @@ def shadow_metrics(
     gap = sum(judge - truth for judge, truth in pairs) / len(pairs)
     agreement = sum((judge >= threshold) == (truth >= threshold) for judge, truth in pairs) / len(pairs)
     return {"shadow_gap": gap, "shadow_agreement": agreement}
-
-
-@contextmanager
-def _notice_if_slow(name: str, notice: Callable[[str], None], *, obstacle: str | None) -> Iterator[None]:
-    """Give a notice if the block takes long; `obstacle` is the reason why no worker runs it."""
-    way_out = "`timeout: SECONDS` in a recipe calls it in a process that can be killed"
-    if obstacle is not None:
-        way_out = f"no process that can be killed calls it, since {obstacle}"
-    text = f"reward {name!r} has been at work for {SLOW_SECONDS:g} s, and the run waits for it; {way_out}"
-    timer = threading.Timer(SLOW_SECONDS, notice, [text])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _ignore(text: str) -> None:

@@ -6,7 +6,7 @@ out on tensors. The engine keeps both in step: admit, decode some tokens, collec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from flatpeak.errors import StoppedError
 from flatpeak.protocols import Sampler
 from flatpeak.rollout.randomness import completion_keys
 from flatpeak.rollout.scheduler import Admission, Schedule, longest_first
@@ -66,6 +67,7 @@ class NativeEngine(Sampler):
         self._read_every = read_every or (1 if self._device.type == "cpu" else 8)
         self._prefill_tokens = prefill_tokens
         self._kept_slots: DecodeSlots | None = None
+        self._stopping: Callable[[], bool] = lambda: False
         self.expected_lengths: dict[str, float] = {}
         """By example, the mean length of its last completions: the longest begin first."""
 
@@ -90,6 +92,8 @@ class NativeEngine(Sampler):
             )
             try:
                 while not request.done:
+                    if self._stopping():
+                        raise StoppedError("a signal asked to stop while completions were sampled")
                     for p, group in request.advance(self._read_every):
                         self.observe([group])
                         yield p, group
@@ -113,6 +117,10 @@ class NativeEngine(Sampler):
     def load(self, state: Mapping[str, Any]) -> None:
         """Schedule the work as when this state was saved."""
         self.expected_lengths = dict(state.get(EXPECTED_LENGTHS, {}))
+
+    def stop_when(self, stopping: Callable[[], bool]) -> None:
+        """Raise StoppedError between two tokens once `stopping()` is true."""
+        self._stopping = stopping
 
     @property
     def notices(self) -> list[str]:

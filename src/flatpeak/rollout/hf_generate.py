@@ -7,7 +7,7 @@ the two engines share everything but the forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from flatpeak.errors import StoppedError
 from flatpeak.protocols import Sampler
 from flatpeak.rollout.randomness import completion_keys
 from flatpeak.rollout.slots import CompletionBuffer, check_request
@@ -44,6 +45,11 @@ class GenerateEngine(Sampler):
         self._tokenizer = tokenizer
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_rows = max_rows
+        self._stopping: Callable[[], bool] = lambda: False
+
+    def stop_when(self, stopping: Callable[[], bool]) -> None:
+        """Raise StoppedError between two tokens once `stopping()` is true."""
+        self._stopping = stopping
 
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
@@ -82,7 +88,7 @@ class GenerateEngine(Sampler):
             # token, which some tokenizers lack.
             generation_config=GenerationConfig(max_new_tokens=buffer.max_new_tokens, do_sample=False, use_cache=True),
             logits_processor=LogitsProcessorList([_DrawnToken(buffer)]),
-            stopping_criteria=StoppingCriteriaList([_EndedCompletions(buffer)]),
+            stopping_criteria=StoppingCriteriaList([_EndedCompletions(buffer, self._stopping)]),
         )
 
 
@@ -128,13 +134,16 @@ class _DrawnToken(LogitsProcessor):
 
 
 class _EndedCompletions(StoppingCriteria):
-    """Ends completions where the native engine would."""
+    """Ends completions where the native engine would, and raises StoppedError once `stopping()` is true."""
 
-    def __init__(self, buffer: CompletionBuffer):
+    def __init__(self, buffer: CompletionBuffer, stopping: Callable[[], bool]):
         self._buffer = buffer
+        self._stopping = stopping
         self._unfinished = list(range(buffer.count))
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        if self._stopping():
+            raise StoppedError("a signal asked to stop while completions were sampled")
         self._buffer.end_at_stop_strings(self._unfinished)
         ended = self._buffer.ended_N[:-1].tolist()
         self._unfinished = [completion for completion in self._unfinished if not ended[completion]]

@@ -6,16 +6,19 @@ import os
 import signal
 import stat
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
+
+from flatpeak.errors import StoppedError
 
 _CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Ctrl-C, a termination request, a closed terminal or connection, and a batch system's warning before a time limit."""
 
 REQUEST = 0
 """The null signal, which no process receives, stands for a callback that asks to stop."""
-_ANSWER = b"\nstopping after this step, with a checkpoint; the same again ends at once, without one\n"
+_ANSWER = b"\nstopping, with a checkpoint of the last step; the same again ends at once, without one\n"
 
 
 def signal_name(number: int) -> str:
@@ -38,6 +41,7 @@ class StopSignals:
         self.rank: int | None = None
         """With several processes, the rank that received the signal if only one did."""
         self._previous: dict[signal.Signals, Any] = {}
+        self._raises = False
 
     @property
     def exit_code(self) -> int:
@@ -46,13 +50,22 @@ class StopSignals:
 
     @property
     def asked(self) -> bool:
-        """Whether this process has received a stop signal, even before `agree`."""
-        return self.signal is not None
+        """Whether this process has received a stop signal, even before `agree`; not for a mere `request`."""
+        return bool(self.signal)
 
     def request(self) -> None:
         """Ask to stop at the next step boundary, without a signal."""
         if self.signal is None:
             self.signal = REQUEST
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """A context for a user's code: a first signal raises StoppedError in the middle of it."""
+        self._raises = True
+        try:
+            yield
+        finally:
+            self._raises = False
 
     def agree(self) -> None:
         """Act on signals at the end of a step; a single process acts on each signal as it arrives."""
@@ -77,12 +90,19 @@ class StopSignals:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             _leave_terminal()
-        if self.signal is not None:
+        if self.signal:
             raise KeyboardInterrupt
         self.signal = number
         with suppress(OSError):
             if os.isatty(2):  # not through sys.stderr, whose lock this thread may hold
                 os.write(2, _ANSWER)
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        """Raise StoppedError within `at_once`."""
+        if self._raises:
+            self._raises = False
+            raise StoppedError("a signal asked to stop during a call of a user's function")
 
 
 def _leave_terminal() -> None:

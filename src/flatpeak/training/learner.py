@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from flatpeak.errors import RunError
 from flatpeak.gradreg.guard import Report
 from flatpeak.gradreg.shards import full_tensor
 from flatpeak.policy.model import Policy
+from flatpeak.policy.model_settings import marked_layers
 from flatpeak.protocols import SavesModel
 from flatpeak.training.batch import UNDIVIDED, DataParallel, micro_batches
 from flatpeak.training.config import OptimizerConfig
@@ -69,6 +70,7 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
         weights = sum(weight.numel() for weight in policy.model.parameters())
         self.parallel = DataParallel(ranks=ranks, undivided_tokens=undivided_work / (6 * weights))
         self.policy = policy
+        self.layers = marked_layers(policy.model)
         self.objective = objective
         self.measured = measured
         self.temperature = temperature
@@ -159,6 +161,7 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
         exact = self.twice_differentiable
         padded = not self.policy.native or exact
         for micro_batch in micro_batches(batch, self.micro_batch_tokens, padded=padded, parallel=self.parallel):
+            self.before_pass()
             yield (
                 micro_batch,
                 *self.policy.token_logprobs(micro_batch, temperature=self.temperature, twice_differentiable=exact),
@@ -167,7 +170,7 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
 
     def score(self, model: Policy, batch: PackedCompletions) -> Tensor:
         """The log-probabilities [T] that an update's passes over this batch would compute with `model`, bit for bit."""
-        with self.memory.phase("update" if model is self.policy else "reference"):
+        with self.memory.phase("update" if model is self.policy else "reference"), self.checked_layers():
             return score(
                 model,
                 batch,
@@ -175,6 +178,7 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
                 micro_batch_tokens=self.micro_batch_tokens,
                 twice_differentiable=self.twice_differentiable,
                 parallel=self.parallel,
+                before_pass=self.before_pass,
             )
 
 
@@ -204,11 +208,13 @@ def score(
     micro_batch_tokens: int,
     twice_differentiable: bool = False,
     parallel: DataParallel = UNDIVIDED,
+    before_pass: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """A model's log-probabilities of a whole batch, float32 [T], one micro-batch at a time and detached."""
     scores, padded = [], twice_differentiable or not policy.native
     with policy.on_device():
         for micro_batch in micro_batches(batch, micro_batch_tokens, padded=padded, parallel=parallel):
+            before_pass()
             with policy.scoring():
                 logprobs_T, _ = policy.token_logprobs(
                     micro_batch, temperature=temperature, twice_differentiable=twice_differentiable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,6 +245,10 @@ class BaseLearner(ABC, Generic[Data, Statistics]):
         self.optimizer = build_optimizer(self.masters.stepped, config, self.masters.shards)
         self.updates = 0
         """Number of updates that have begun to change weights and optimizer."""
+        self.before_pass: Callable[[], None] = lambda: None
+        """Called before every pass over a micro-batch; it may raise StoppedError."""
+        self.layers: Sequence[nn.Module] = ()
+        """The model's layers, as far as transformers marks them."""
         self.updating = False
         """Whether an update is under way, or was left by an error."""
 
@@ -256,6 +260,25 @@ class BaseLearner(ABC, Generic[Data, Statistics]):
     @abstractmethod
     def accumulate_gradients(self, *batches: Data) -> Statistics:
         """Add the gradient of the loss to `.grad`, one micro-batch at a time."""
+
+    @contextmanager
+    def checked_layers(self) -> Iterator[None]:
+        """A context in which each layer's part of a pass, forward or backward, begins with `before_pass` too.
+
+        It may not enclose sampling: the hooks would keep native kernels from decoding.
+        """
+        hooks = [layer.register_forward_pre_hook(self._before_layer) for layer in self.layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _before_layer(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self.before_pass()
+        hidden = inputs[0] if inputs else None
+        if isinstance(hidden, Tensor) and hidden.requires_grad:
+            hidden.register_hook(lambda gradient: self.before_pass())
 
     def check(self, statistics: Statistics) -> None:
         """Raise RunError for an update that is to change nothing, judged by its passes."""
@@ -277,7 +300,8 @@ class BaseLearner(ABC, Generic[Data, Statistics]):
         self.updating = True
         set_learning_rate(self.optimizer, rate)
         self.zero_grad()
-        statistics = self.accumulate_gradients(*batches)
+        with self.checked_layers():
+            statistics = self.accumulate_gradients(*batches)
         self.check(statistics)
         grad_norm = self.clip_gradients(*batches)
         statistics.grad_norm = float(grad_norm)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from flatpeak.distributed.ranks import ALONE, Ranks
+from flatpeak.errors import StoppedError
 from flatpeak.evaluation.config import EvaluationConfig, is_verdict
 from flatpeak.evaluation.evaluate import Evaluator
 from flatpeak.evaluation.result import Evaluation, no_accuracy
@@ -91,6 +92,15 @@ class Recorder:
     def stopped(self) -> bool:
         """Whether a signal or a callback asked to stop."""
         return self.stop.signal is not None
+
+    def check_stop(self) -> None:
+        """Raise StoppedError if a signal asks to stop and the last completed step is still as it was, or is saved.
+
+        Several ranks stop at the end of a step: one that left a pass would not answer the others.
+        """
+        done = self._completed
+        if self.stop.asked and self.ranks.size == 1 and (done is None or done.intact(interrupted=False)):
+            raise StoppedError("a signal asked to stop before a pass")
 
     def begin_step(self, stage: Stage, step: int) -> None:
         """Date notices by this step, until the next one begins."""

@@ -25,6 +25,7 @@ from flatpeak.functional.bradley_terry import (
     centering_penalty,
     preference_accuracy,
 )
+from flatpeak.policy.model_settings import marked_layers
 from flatpeak.rewards.sequence_classifier import CHAT, Classifier, Spread, Wording, conversation, length_batches
 from flatpeak.tasks.preferences import PreferencePair
 from flatpeak.training.config import RewardModelConfig
@@ -190,6 +191,7 @@ class PreferenceLearner(BaseLearner[Sequence[EncodedPair], PairStatistics]):
         self.classifier = classifier
         self.reference = reference
         self.margin, self.center = config.margin, config.center
+        self.layers = marked_layers(classifier.model)
         self.score_tokens = micro_batch_tokens
         self.micro_batch_tokens = token_budget(micro_batch_tokens, classifier.device)
 
@@ -204,6 +206,7 @@ class PreferenceLearner(BaseLearner[Sequence[EncodedPair], PairStatistics]):
         to `.grad`, one micro-batch at a time."""
         statistics, size = PairStatistics(), sum(map(len, batches))
         for micro in chain.from_iterable(map(self.micro_batches, batches)):
+            self.before_pass()
             texts = [*(pair.chosen_ids for pair in micro), *(pair.rejected_ids for pair in micro)]
             chosen_P, rejected_P = self.classifier.scores(texts).chunk(2)
             loss_P = bradley_terry_loss(chosen_P, rejected_P, margin=self.margin)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from threading import Event
 from typing import TYPE_CHECKING, Any, Final
 
-from flatpeak.errors import UserError
+from flatpeak.errors import StoppedError, UserError
 from flatpeak.rewards.base import ComponentScores, Isolation, join_scores
 from flatpeak.rewards.checked_calls import PATIENCE
 from flatpeak.rewards.workers.pool import NOT_CALLED, WorkerError, WorkerPool
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     Pending = Future[list[ComponentScores | WorkerError | UserError]]
 
 
+_POLL_SECONDS: Final = 0.2
 BATCH: Final = 4
 """Calls sent to a worker at once: a completion that hangs holds up no more than the others of its batch."""
 _GIVEN_UP: Final = WorkerError("timeout", f"not called, after {PATIENCE} calls or more that all hung")
@@ -44,8 +45,19 @@ class _Batch:
 class Grading:
     """The groups of one call of a reward set, and their scores by each component that workers score."""
 
-    def __init__(self, components: Sequence[Component], workers: WorkerPool, *, unproven: Container[str] = ()) -> None:
-        """`unproven` components have never given a score: they are given up where all of their first calls hang."""
+    def __init__(
+        self,
+        components: Sequence[Component],
+        workers: WorkerPool,
+        *,
+        unproven: Container[str] = (),
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`unproven` components have never given a score: they are given up where all of their first calls hang.
+
+        Waiting for scores raises StoppedError once `stopping()` is true.
+        """
+        self._stopping = stopping
         self._components = {component.name: component for component in components}
         self._workers = workers
         self._unproven = unproven
@@ -102,7 +114,7 @@ class Grading:
         for batch in batches:
             started = time.monotonic()
             cancelled = batch.results.cancelled()
-            results = [given_up] * len(batch.sizes) if cancelled else batch.results.result()
+            results = [given_up] * len(batch.sizes) if cancelled else self._result(batch)
             seconds = time.monotonic() - started
             for result, size in zip(results, batch.sizes, strict=True):
                 if isinstance(result, UserError):
@@ -124,6 +136,14 @@ class Grading:
             if name in self._unproven and hanging == len(calls) >= PATIENCE:
                 _cancel(batches)
         return join_scores(calls, groups)
+
+    def _result(self, batch: _Batch) -> list[ComponentScores | WorkerError | UserError]:
+        while True:
+            try:
+                return batch.results.result(timeout=_POLL_SECONDS)
+            except TimeoutError:
+                if self._stopping():
+                    raise StoppedError("a signal asked to stop while answers were graded") from None
 
 
 def _isolation(component: Component) -> Isolation:

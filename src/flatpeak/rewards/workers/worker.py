@@ -156,8 +156,18 @@ def serve_forks(parent: Parent, memory_bytes: int | None) -> None:
             else:
                 answer = _end(request)
             control.send_bytes(pickle.dumps(answer))
-    except (EOFError, OSError):
+    except (EOFError, OSError):  # the trainer is gone
+        _kill_descendants()
         exit_worker(pid)
+
+
+def _kill_descendants() -> None:
+    """Kill the workers in the middle of their calls, and what they have started, in sessions of its own too."""
+    import psutil  # here alone: workers are forked from this process
+
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _fork(channel: int, output: int, functions: dict[bytes, Callable[..., Any]]) -> int:

@@ -1,0 +1,139 @@
+"""A stop signal ends a run at once, whatever it is doing, and the resumed run ends as if there had been none."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flatpeak.training.recorder
+from flatpeak.policy.model import Policy
+from flatpeak.rollout.slots import CompletionBuffer, DecodeSlots
+from flatpeak.runs.metrics import read_metrics
+from support.resumes import Judge, MakeRun, Whole, assert_same
+from support.runs import Recipe, Train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """A function that a run calls over and over; the signal comes within one of its calls."""
+
+    owner: Any
+    name: str
+    left: int
+    """Calls that may follow: those of an update that has begun to change the weights."""
+    engine: str = "native"
+
+
+MOMENTS = {
+    "sampling": Moment(owner=DecodeSlots, name="step", left=0),
+    "sampling by transformers": Moment(owner=CompletionBuffer, name="draw", left=1, engine="generate"),
+    "a pass over a micro-batch": Moment(owner=Policy, name="token_logprobs", left=40),
+    "a reward in the trainer's process": Moment(owner=Judge, name="__call__", left=0),
+    "a save": Moment(owner=flatpeak.training.recorder, name="write_checkpoint", left=1),
+}
+
+
+class Signalled:
+    """Calls of a moment's function, of which one is sent a signal."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, moment: Moment, *, at: int = 0, number: int = 0) -> None:
+        self.calls = 0
+        plain = getattr(moment.owner, moment.name)
+
+        @functools.wraps(plain)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            if self.calls == at:
+                os.kill(os.getpid(), number)
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(moment.owner, moment.name, counted)
+
+
+@pytest.fixture
+def stop_and_resume(make_run: MakeRun, whole: Whole) -> Callable[..., None]:
+    """`stop_and_resume(name, share, number)`: a run that gets a signal after this share of a moment's calls."""
+
+    def check(name: str, *, share: float, number: int) -> None:
+        moment = MOMENTS[name]
+        sections = {"rollout": {"engine": moment.engine}}
+        expected, run = whole(**sections), make_run(**sections)
+        with pytest.MonkeyPatch.context() as patch:
+            counted = Signalled(patch, moment)
+            make_run("counted", **sections).start(overwrite=True)
+        at = 1 + int(share * counted.calls)
+        with pytest.MonkeyPatch.context() as patch:
+            signalled = Signalled(patch, moment, at=at, number=number)
+            stopped = run.start(overwrite=True)
+        assert (stopped.exit_code, stopped.summary.status) == (128 + number, "stopped")
+        assert signalled.calls - at <= moment.left
+        steps = [row for row in read_metrics(run.path / "metrics.jsonl") if row["stage"] != "eval"]
+        if stopped.summary.checkpoints == ("step_000000",):  # SFT is done, and no step of RL
+            assert not [row for row in steps if row["stage"] == "train"]
+        else:
+            assert stopped.summary.last_step == (steps[-1]["step"] if steps else 0)
+        assert_same(run.go_on(), expected)
+
+    return check
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_a_signal_ends_a_run_at_once_and_nothing_is_lost(stop_and_resume: Callable[..., None], name: str) -> None:
+    stop_and_resume(name, share=0.6, number=signal.SIGTERM)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MOMENTS)
+def test_signals_at_random_moments_lose_nothing(stop_and_resume: Callable[..., None], name: str) -> None:
+    chance = random.Random(name)
+    for index in range(12):
+        stop_and_resume(name, share=chance.random(), number=SIGNALS[index % len(SIGNALS)])
+
+
+SLEEPING = """
+import time
+from pathlib import Path
+
+def rewards(completions):
+    Path({mark!r}).touch()
+    time.sleep(60)
+    return [0.0 for _ in completions]
+
+def reward(completion):
+    return rewards([completion])[0]
+"""
+
+
+@pytest.mark.parametrize("function", ["rewards", "reward"])
+def test_a_signal_does_not_wait_for_a_reward_in_this_process_or_in_a_worker(
+    recipe: Recipe, train: Train, tmp_path: Path, function: str
+) -> None:
+    mark, file = tmp_path / "called", tmp_path / "sleeping.py"
+    file.write_text(SLEEPING.format(mark=str(mark)))
+    reward = {"type": "function", "function": f"{file}:{function}", "timeout": "auto" if function == "rewards" else 90}
+    config = recipe(rewards={"correctness": reward})
+
+    def send_when_called() -> None:
+        while not mark.exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=send_when_called, daemon=True)
+    thread.start()
+    start = time.monotonic()
+    assert train(config).exit_code == 143
+    assert time.monotonic() - start < 40  # of 60 seconds for the first call alone
