@@ -122,14 +122,14 @@ def test_every_argument_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> N
 
 
 BAD = [
-    ({"grad_reg_strength": -1.0}, "grad_reg_strength=-1.0: a penalty needs a strength of at least 0"),
+    ({"grad_reg_strength": -1.0}, "grad_reg_strength=-1.0: give a finite strength of at least 0"),
     ({"grad_reg_strength": "ratio:zero"}, "grad_reg_strength=ratio:zero: give a number, ratio:0.3 or calibrated:0.3"),
     ({"grad_reg_strength": float("nan")}, "grad_reg_strength=nan"),
     ({"grad_reg_eps": 0.0}, "grad_reg_eps=0.0: Input should be greater than 0"),
     ({"grad_reg_warmup": -1}, "grad_reg_warmup=-1"),
     ({"grad_reg_strength_warmup": -1}, "grad_reg_strength_warmup=-1"),
     ({"grad_reg_ratio_mode": "is"}, "grad_reg_ratio_mode=is: Input should be 'importance', 'reuse'"),
-    ({"grad_reg_perturbed": []}, "grad_reg_perturbed is empty: name a pattern"),
+    ({"grad_reg_perturbed": []}, "grad_reg_perturbed is empty: give a pattern"),
     ({"grad_reg_perturbed": "block"}, "grad_reg_perturbed=block"),
     ({"grad_reg_penalty": "l1"}, "grad_reg_penalty=l1"),
     ({"grad_reg_difference": "backward"}, "grad_reg_difference=backward: one of forward, central"),

@@ -209,7 +209,7 @@ def test_under_autocast_the_guard_measures_what_rounding_leaves_and_refuses(tmp_
 
 def test_weights_in_bfloat16_are_refused(tmp_path: Path) -> None:
     trainer = grpo(tmp_path, model=saved_model(tmp_path).bfloat16(), grad_reg_eps=1e-4)
-    with pytest.raises(UserError, match=r"rounding to bfloat16 drowns.*raise grad_reg_eps.*compute in float32"):
+    with pytest.raises(UserError, match=r"rounding to bfloat16 swamps.*raise grad_reg_eps.*compute in float32"):
         trainer.train()
 
 
