@@ -127,7 +127,7 @@ class GradientRegularizationConfig(StrictConfig):
                 "direction=random draws a direction in every update, so no penalty can be reused: set every=1"
             )
         if self.perturbed == ():
-            raise ValueError("perturbed is an empty list: give a pattern, or use blocks or all")
+            raise ValueError("perturbed is an empty list: name a pattern, or use blocks or all")
         return self
 
     @property
