@@ -250,7 +250,6 @@ class SharedStopSignals(StopSignals):
             self.rank = next(iter(by_rank)) if len(by_rank) == 1 else None
 
     def _by_rank(self) -> dict[int, int]:
-        """The signals received, by rank."""
         received = self.ranks.gather(self.received)
         return {rank: number for rank, number in enumerate(received) if number is not None}
 

@@ -20,7 +20,6 @@ from flatpeak.rewards.workers.grading import Grading
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams, Scores
 
 Result = TypeVar("Result")
-"""The result of one prompt."""
 Weights = Callable[[], AbstractContextManager[object]]
 """Returns a context with the weights for sampling, which all ranks enter."""
 STATES: Final = "ranks"

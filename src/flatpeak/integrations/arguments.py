@@ -205,7 +205,7 @@ class GradientRegularizationArguments:
         if self.grad_reg_exclude is not None and not self.grad_reg_published:
             raise UserError("grad_reg_exclude needs grad_reg_behavior=published; use grad_reg_perturbed")
         if not self.fp32_gradreg:
-            raise UserError("fp32_gradreg=False: gradients are combined in float32, or in the weights' own type")
+            raise UserError("fp32_gradreg=False: gradients are always combined in float32, or in the weights' type")
 
     def _published(self, values: dict[str, Any]) -> dict[str, Any]:
         defaults = GradientRegularizationConfig()

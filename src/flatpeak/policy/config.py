@@ -94,17 +94,17 @@ class ModelConfig(StrictConfig):
 
 
 class ReferenceConfig(StrictConfig):
-    """The model from which KL is measured."""
+    """The reference model of the KL terms."""
 
     model: str | None = None
     """A directory or Hub name; null: the policy at the start of RL, after SFT."""
     keep: bool = False
     """Keep a reference and log its KL even if kl.coefficient is 0."""
     reset_every: Annotated[int, Field(ge=1)] | None = None
-    """The current policy becomes the reference after every so many steps of RL; null: never."""
+    """Steps of RL between resets, at which the current policy becomes the reference; null: no resets."""
     reset_at_kl: Annotated[float, Field(gt=0)] | None = None
-    """The current policy becomes the reference after any step with policy/kl_reference above this; null: never. This
-    and `reset_every` imply `keep`."""
+    """A limit of policy/kl_reference: after a step above it, the current policy becomes the reference; null: no limit.
+    This and `reset_every` imply `keep`."""
     reset_optimizer: bool = False
     """At a reset, also clear the optimizer's moments and step counts; the learning rate's schedule continues."""
     offload: bool = False

@@ -54,10 +54,10 @@ class NativeEngine(Sampler):
         """`decoder` reads prompts and decodes tokens: a policy, or any object with the same interface.
 
         `max_rows`: the most slots. `compact_below`: once the queue is empty and at most this share of the slots is in
-        use, the remaining completions move together. `read_every`: check for ended completions after every so many
-        tokens. On a GPU each check waits for the device, which costs more than decoding a few extra tokens; None means
-        1 on a CPU and 8 elsewhere. `prefill_tokens`: the most prompt tokens per forward pass; the decoder's memory may
-        require fewer.
+        use, the remaining completions move together. `read_every`: the tokens between
+        checks for ended completions. On a GPU each check waits for the device, which costs more than decoding a few
+        extra tokens; None means 1 on a CPU and 8 elsewhere. `prefill_tokens`: the most prompt tokens per forward pass;
+        the decoder's memory may require fewer.
         """
         self._decoder = decoder
         self._device = torch.device(decoder.device)

@@ -92,7 +92,6 @@ class Chunk:
     """Completions decoded in one call: the same number of copies of each of several prompts."""
 
     prompts: tuple[int, ...]
-    """Indices of the prompts."""
     copies: range
     """Indices within their groups."""
 

@@ -86,7 +86,6 @@ class StopStrings:
 
 
 def _shared_prefix(first: str, second: str) -> int:
-    """The length of the common prefix of two texts."""
     if second.startswith(first):
         return len(first)
     return next(

@@ -83,7 +83,6 @@ def check_installation() -> Iterator[Finding]:
 
 
 def _version_findings() -> Iterator[Finding]:
-    """The versions of the packages of flatpeak and of its extras."""
     failures, installed, absent = unmet(PACKAGE), *_extras()
     for extra in installed:
         failures |= unmet(PACKAGE, extra)

@@ -162,7 +162,6 @@ class HTTPClient:
 
 
 def _content(headers: http.client.HTTPMessage, raw: bytes) -> Any:
-    """The JSON of an answer."""
     if not raw.strip():
         return None
     try:

@@ -136,7 +136,6 @@ class NCCLChannel:
             time.sleep(_POLL)
 
     def _check(self, result: int) -> None:
-        """NCCLError unless the call succeeded."""
         if result not in (SUCCESS, IN_PROGRESS):
             # Only here does NCCL report different versions, or a GPU that both sides use.
             words = (self._nccl.ncclGetErrorString(result), self._nccl.ncclGetLastError(self._comm))

@@ -91,7 +91,6 @@ class CompletionRequest:
 
         Raises StaleWeightsError for other weights, UnfinishedError for interrupted completions, UnreadableAnswerError
         for anything else than an answer, and UserError for answers that training must not use.
-        UnreadableAnswerError for what is no such answer at all, and UserError for one that training must not use.
         """
         choices = answer.get("choices") if isinstance(answer, Mapping) else None
         if not isinstance(choices, list) or not all(isinstance(choice, Mapping) for choice in choices):

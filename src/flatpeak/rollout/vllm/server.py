@@ -50,7 +50,6 @@ class Server:
         self.in_flight = 0
         """Open requests, counted by the pool."""
         self.on_cpu = False
-        """Whether it computes on a CPU."""
         self.mode = PROCESSED
         """The server's log-probability mode."""
         self._modes = modes
@@ -62,7 +61,6 @@ class Server:
         self._adapted = adapted
         self._model: str | None = None
         self.sleeps = False
-        """Whether it has sleep mode."""
         self._asleep = False
         self._tag: str | None = None
         self._lock = threading.Lock()
@@ -253,7 +251,6 @@ class Server:
 
 
 def _choose_model(answer: Any, wanted: str | None, *, url: str) -> str:
-    """The model name for requests."""
     names = _model_names(answer)
     if not names:
         raise UserError(f"{url} lists no models: is it a vLLM server? {START_WITH}")

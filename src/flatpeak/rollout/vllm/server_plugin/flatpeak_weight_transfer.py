@@ -18,7 +18,6 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 BACKEND = "flatpeak-sockets"
 CONNECT_SECONDS = 10.0
-"""Connection timeout in seconds."""
 
 
 class WorkerExtension:
@@ -100,7 +99,6 @@ class SocketWeightTransferEngine(WeightTransferEngine[SocketInitInfo, SocketUpda
 
 
 def _receive(connection: socket.socket, buffer: memoryview) -> None:
-    """Read until the buffer is full."""
     while buffer:
         count = connection.recv_into(buffer)
         if not count:
