@@ -296,7 +296,7 @@ def test_a_missing_compiler_is_named_before_there_is_a_run(
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     config = recipe(training={"compile": True})
-    with pytest.raises(UserError, match=r"training\.compile=true needs a C\+\+ compiler, .* no-such-compiler: install"):
+    with pytest.raises(UserError, match=r"needs a C\+\+ compiler, but no-such-compiler .*: install"):
         train(config)
     assert not (Path(config["run"]["directory"]) / config["run"]["name"]).exists()
 
