@@ -1,1 +1,1 @@
-"""Measured comparisons of flatpeak with other software; RESULTS.md has the figures."""
+"""Measured comparisons of flatpeak with other software; RESULTS.md has the results."""

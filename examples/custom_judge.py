@@ -1,4 +1,4 @@
-"""A judge of your own is any object with `identity` and `async ask(requests)`; this one counts words.
+"""A custom judge is any object with `identity` and `async ask(requests)`; this one counts words.
 
     rewards:
       judge:
@@ -6,7 +6,7 @@
         backend: {type: custom, factory: examples/custom_judge.py:WordJudge, arguments: {enough: 0.8}}
         output: json
 
-It gives the highest mark where enough of the reference answer's words stand in the answer. A real one would call a
+It gives the highest mark if the answer contains enough of the reference answer's words. A real judge would call a
 service here; everything else (rubric, delimiters, repair, cache, canaries, missing scores) stays the same.
 """
 
@@ -22,19 +22,19 @@ BLOCK = re.compile(r"\[\[begin ([a-z ]+) (\w+)\]\]\n(.*?)\n\[\[end \1 \2\]\]", r
 
 
 class WordJudge:
-    """Replies as the built-in rubric `correctness` asks: {"correct": 0 or 1}."""
+    """Replies in the format of the built-in rubric `correctness`: {"correct": 0 or 1}."""
 
     def __init__(self, *, enough: float = 1.0) -> None:
         self.enough = enough
-        # Names the judge in the cache: whatever changes its replies belongs in here.
+        # Identifies the judge in the cache: include everything that changes its replies.
         self.identity = f"words, {enough} of them"
 
     async def ask(self, requests: Sequence[JudgeRequest]) -> list[JudgeReply]:
-        """One reply for each request; a text of None with a reason would be a missing score."""
+        """One reply per request; a text of None with a reason would be a missing score."""
         return [JudgeReply(text=self.reply(request.messages[1]["content"])) for request in requests]
 
     def reply(self, content: str) -> str:
-        """The texts to be graded stand between lines with a code that no answer can know."""
+        """The reply; each text to grade is between lines with a code that answers cannot know."""
         texts = {name: text for name, _, text in BLOCK.findall(content)}
         words = set(texts["reference answer"].lower().split())
         shared = words & set(texts["answer"].lower().split())

@@ -1,6 +1,6 @@
-"""A policy loss and an advantage of your own: two functions of tensors, named by a recipe.
+"""A custom policy loss and a custom advantage: two functions of tensors, named by a recipe.
 
-Run it to see the loss and its gradient beside PPO's, without a model:
+Run it to compare the loss and its gradient with PPO's, without a model:
 
     python examples/custom_loss.py
 
@@ -14,7 +14,7 @@ In Python, pass the functions themselves:
 
     flatpeak.train(config, loss=simple_policy_optimization, advantage=max_rl)
 
-Both are tried on small tensors before a run begins: an error names the function and what to change.
+Both are tested on small tensors before a run begins; an error names the function and the fix.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def simple_policy_optimization(
 ) -> Tensor:
     """-r A + |A| (r - 1)^2 / (2 epsilon), lowest at r = 1 +- epsilon. SPO, Xie et al. 2025 (2401.16025).
 
-    One loss per token; `config` is the section `objective` of the recipe, `epsilon` one of its `arguments`.
+    It returns one loss per token. `config` is the recipe's section `objective`; `epsilon` is one of its `arguments`.
     """
     return advantages_T.abs() * (ratio_T - 1).square() / (2 * epsilon) - ratio_T * advantages_T
 
@@ -51,7 +51,7 @@ spo_with_statistics = PolicyLoss(value=simple_policy_optimization, clipped=is_be
 def max_rl(rewards_PG: Tensor, valid_PG: Tensor) -> Tensor:
     """(r - mean) / mean within each group, for rewards of 0 and 1. MaxRL, Tajwar et al. 2026 (2602.02710).
 
-    A missing reward is False in `valid_PG`, and 0 in `rewards_PG`: it must not count in the mean.
+    A missing reward is False in `valid_PG` and 0 in `rewards_PG`; it must not count in the mean.
     """
     count_P1 = valid_PG.sum(-1, keepdim=True).clamp(min=1)
     mean_P1 = (rewards_PG * valid_PG).sum(-1, keepdim=True) / count_P1
@@ -59,7 +59,7 @@ def max_rl(rewards_PG: Tensor, valid_PG: Tensor) -> Tensor:
 
 
 def main() -> None:
-    """Print both losses and their gradients by the ratio, for a token of advantage 1."""
+    """Print both losses and their gradients by the ratio, for a token with advantage 1."""
     ratio_T = torch.tensor([0.6, 0.8, 1.0, 1.1, 1.2, 1.4], requires_grad=True)
     advantages_T = torch.ones(6)
     losses = {

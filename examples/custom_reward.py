@@ -1,4 +1,4 @@
-"""Rewards of your own: the three signatures a function can have, and how several become one.
+"""Custom rewards: the three signatures of reward functions, and how several rewards are combined.
 
 Run it to see them score a few answers, without a model:
 
@@ -14,12 +14,12 @@ In Python, pass the functions themselves:
 
     flatpeak.train(config, reward={"close": closeness, "concise": (concise, 0.2)})
 
-A run calls functions of one completion or one group in processes of their own, where nothing they do can harm it: a
-call that hangs for 2 s (`timeout` in the recipe), or ends its process, costs that completion or group its score. What
-such a function keeps between calls is its process's own. Functions of all completions, async ones, and those of the
-script that is run or with an attribute `by_group = False` are called in the run's own process, where one that hangs
-hangs the run. In a recipe, `timeout: 60` gives functions of all completions and async ones a process too; one call is
-then all completions of a step, all of which have no score if it takes longer.
+A run calls functions of one completion or one group in separate processes, which protects the run: a call that hangs
+for 2 s (`timeout` in the recipe), or ends its process, only loses the score of its completion or group. State that such
+a function keeps between calls belongs to its process. Other functions are called in the run's process, where a hanging
+call hangs the run: functions of all completions, async functions, functions of the main script, and functions with an
+attribute `by_group = False`. In a recipe, `timeout: 60` gives functions of all completions and async functions a
+process too; if a call exceeds it, all completions of the step lose their scores.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from flatpeak.types import Completion, Example, Group, Prompt
 
 
 def closeness(completion: str, gold: str) -> float | None:
-    """One completion at a time: its text, and columns of its row by name. 1 if right, less the further off."""
+    """One completion at a time: its text, and columns of its row by name. 1 if right, less for larger errors."""
     expected, given = parse_number(gold), extract_answer(completion, "last_number")
     if expected is None:
-        return None  # cannot be judged: the completion leaves its group's statistics; it does not count as 0
+        return None  # not gradable: the completion is excluded from its group's statistics
     return 0.0 if given is None else float(1 / (1 + abs(given - expected)))
 
 
 def rarity(group: Group) -> list[float]:
-    """One group at a time: 1 for a text that no other completion of the prompt has, less for repeated ones."""
+    """One group at a time: 1 if no other completion of the prompt has the same text, less for repeated texts."""
     texts = [completion.text for completion in group.completions]
     return [1 / texts.count(text) for text in texts]
 
 
 def concise(completions: list[Any], words: int = 20, **columns: list[Any]) -> list[float]:
-    """All completions at once, the signature of TRL: 1 up to so many words, then falling. `words` is an argument."""
+    """All completions at once, as in TRL: 1 up to `words` words, less for longer texts. `words` is an argument."""
     texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
     return [min(1.0, words / max(1, len(text.split()))) for text in texts]
 
 
 def example_group() -> Group:
-    """One question and three answers to it, as a rollout would produce them."""
+    """One question with three answers, like the result of a rollout."""
     example = Example(id="eggs", question="3 boxes hold 6 eggs each. How many eggs?", gold="18")
     prompt = Prompt(id=example.id, token_ids=(0,), text=example.question, example=example)
     texts = ("3 * 6 = 18", "about 20", "about 20")

@@ -1,20 +1,19 @@
-"""A sampler of your own that draws from the model being trained: groups whose completions differ.
+"""A custom sampler that uses the model in training: it makes the completions of a group differ.
 
     python examples/custom_sampler.py
 
-A sampler is any object with `generate(prompts, *, group_size, sampling, seed)` that returns one `Group` per prompt. One
-that uses the model being trained cannot exist before the run has loaded it, so `train` takes a factory as well: a
-function that is called with the policy and returns the sampler.
+A sampler is any object with `generate(prompts, *, group_size, sampling, seed)` that returns one `Group` per prompt. A
+sampler that uses the model in training cannot exist before the run has loaded the model. So `train` also accepts a
+factory: a function that gets the policy and returns the sampler.
 
     flatpeak.train(config, sampler=lambda policy: Distinct(NativeEngine(policy)))
 
-`NativeEngine(policy)` decodes with the trainer's own weights. Other code that calls the model does so inside
-`with policy.plain_attention() as model:`, which gives it transformers' own attention back; `PlainSampler(policy,
-max_rows=64)` of `flatpeak.pipeline.rollout_engines` does just that with `generate`, for models that the native engine
-does not serve.
+`NativeEngine(policy)` decodes with the trainer's weights. Other code must call the model inside
+`with policy.plain_attention() as model:`, which restores transformers' attention. `PlainSampler(policy, max_rows=64)`
+of `flatpeak.pipeline.rollout_engines` does this with `generate`, for models that the native engine does not support.
 
-The log-probabilities that a sampler returns are those of the policy at `sampling.temperature`, over the whole
-vocabulary: the importance ratio is taken to them, and `rollout/logprob_gap_mean` shows how far off they are.
+A sampler must return log-probabilities of the policy at `sampling.temperature`, over the whole vocabulary, because
+importance ratios use them. `rollout/logprob_gap_mean` shows their error.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from flatpeak.types import Completion, Group, Prompt, SamplingParams
 
 
 class Distinct:
-    """Draws more completions than a group needs, and prefers those whose text no earlier one has.
+    """Samples more completions than a group needs, and prefers those with new texts.
 
-    Equal completions have equal rewards, so a group of different ones more often has something to compare. The price:
-    frequent completions are trained on less often than the policy draws them, which the importance ratio does not see.
+    Equal completions have equal rewards, so a group of different completions has more to compare. The cost: training
+    sees frequent completions less often than the policy samples them, and the importance ratio does not correct this.
     """
 
     def __init__(self, sampler: Sampler, *, surplus: int = 2) -> None:
@@ -43,14 +42,14 @@ class Distinct:
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> list[Group]:
-        """One group per prompt, in order; greedy answers are left alone."""
+        """One group per prompt, in order; greedy answers do not change."""
         drawn = group_size if sampling.temperature == 0 else self.surplus * group_size
         groups = self.sampler.generate(prompts, group_size=drawn, sampling=sampling, seed=seed)
         return [replace(group, completions=distinct_first(group.completions)[:group_size]) for group in groups]
 
 
 def distinct_first(completions: Iterable[Completion]) -> tuple[Completion, ...]:
-    """The first completion of each text, then the repetitions, each in the order in which they were drawn."""
+    """The first completion of each text, then the repetitions, both in the order of sampling."""
     first: dict[str, Completion] = {}
     repeated = []
     for completion in completions:
@@ -67,7 +66,7 @@ def make_sampler(policy: Policy) -> Distinct:
 
 
 def main() -> None:
-    """The demo with this sampler, cut to ten steps of SFT and of RL."""
+    """Run the demo with this sampler, shortened to ten steps of SFT and of RL."""
     config = {"extends": "flatpeak:demo", "run": {"name": "custom-sampler"}}
     settings = {"sft.steps": 10, "sft.stop_at": None, "training.steps": 10}
     result = flatpeak.train(config, sampler=make_sampler, settings=settings, overwrite=True)

@@ -1,9 +1,9 @@
-"""GRPO on one page: a model made from nothing learns one-digit sums from rewards alone, in under a minute on a CPU.
+"""GRPO on one page: a new model learns one-digit sums from rewards alone, in under a minute on a CPU.
 
     python examples/minimal_loop.py
 
-Everything but the loop is flatpeak's own: the engine samples with the weights that are being trained, the policy
-scores what was sampled, and `flatpeak.functional` is the mathematics. There is no SFT and no reference model.
+flatpeak provides everything except the loop: the engine samples with the weights in training, the policy scores the
+samples, and `flatpeak.functional` has the mathematics. There is no SFT and no reference model.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ MODEL = NewModelConfig(
 
 
 def reward(text: str, gold: str) -> float:
-    """Half for beginning with the right digit, all for stopping there too."""
+    """Half for starting with the right digit, and half for stopping after it."""
     return 0.5 * text.startswith(gold) + 0.5 * (text == gold)
 
 
 def make_policy(*, seed: int) -> Policy:
-    """Random weights, and a tokenizer of single characters."""
+    """A policy with random weights and a tokenizer of single characters."""
     model, tokenizer = make_model(MODEL, texts=["0123456789+="], seed=seed)
     return Policy(model, tokenizer)
 
 
 def make_prompts(policy: Policy) -> list[Prompt]:
-    """Every sum of two digits that is itself a digit."""
+    """All sums of two digits whose result is a digit."""
     sums = [(a, b) for a in range(10) for b in range(10 - a)]
     return [
         Prompt(
@@ -61,7 +61,7 @@ def make_prompts(policy: Policy) -> list[Prompt]:
 
 
 def make_batch(groups: list[Group], rewards_PG: torch.Tensor, policy: Policy) -> Batch:
-    """Completions packed end to end, each with its advantage and the weight of its tokens in the loss."""
+    """Packed completions, each with its advantage and the weight of its tokens in the loss."""
     nothing_missing_PG = torch.ones_like(rewards_PG, dtype=torch.bool)
     completions = collate(groups, nothing_missing_PG, device=policy.device)
     return completions.to_batch(
@@ -72,10 +72,10 @@ def make_batch(groups: list[Group], rewards_PG: torch.Tensor, policy: Policy) ->
 
 
 def loss_of(policy: Policy, batch: Batch) -> torch.Tensor:
-    """sum_i w_i sum_t -min(r A, clip(r) A), with r the ratio to the sampler's probabilities.
+    """sum_i w_i sum_t -min(r A, clip(r) A), with the ratio r to the sampler's probabilities.
 
-    Another member of the family is another line here: `F.policy_gradient(logprobs_T, advantages_T)` is REINFORCE, the
-    weights "constant" and scale "none" above are Dr. GRPO.
+    Other algorithms change single lines: `F.policy_gradient(logprobs_T, advantages_T)` here is REINFORCE, and the
+    weights "constant" with scale "none" above are Dr. GRPO.
     """
     logprobs_T, _ = policy.token_logprobs(batch, temperature=SAMPLING.temperature)
     advantages_T = batch.advantages_N.index_select(0, batch.sequence_T)
@@ -85,7 +85,7 @@ def loss_of(policy: Policy, batch: Batch) -> torch.Tensor:
 
 
 def train(steps: int, *, seed: int = 0) -> list[float]:
-    """Train, and return the mean reward of every step."""
+    """Train, and return the mean reward of each step."""
     policy = make_policy(seed=seed)
     prompts = make_prompts(policy)
     engine = NativeEngine(policy)

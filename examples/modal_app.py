@@ -1,11 +1,11 @@
-"""A recipe on rented GPUs at Modal, with runs on a volume: preempted, it goes on from its last checkpoint.
+"""A recipe on rented GPUs at Modal, with runs on a volume; after a preemption it resumes from its last checkpoint.
 
     modal run --detach examples/modal_app.py --recipe flatpeak:demo --settings "training.steps=100"
-    modal run --detach examples/modal_app.py --recipe flatpeak:demo --seeds 0,1,2,3     # side by side
+    modal run --detach examples/modal_app.py --recipe flatpeak:demo --seeds 0,1,2,3     # in parallel
     modal volume get flatpeak-runs demo runs/demo
 
-Change GPUS to what a run needs; a process is started for each. Needs `pip install modal` and an account. The secret
-`huggingface` holds HF_TOKEN, for models that ask for one: `modal secret create huggingface HF_TOKEN=...`.
+Set GPUS to the number that a run needs; each gets a process. Needs `pip install modal` and an account. The secret
+`huggingface` holds HF_TOKEN, for gated models: `modal secret create huggingface HF_TOKEN=...`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ image = (
 
 
 def command(recipe: str, settings: str = "", seed: int | None = None) -> list[str]:
-    """The command of a run; with a seed, of one of several, whose name ends with it."""
+    """The command of a run; with a seed, of one of several runs, whose name ends with the seed."""
     own = [] if seed is None else [f"run.seed={seed}", f"run.name=seed-{seed}"]
     given = [*settings.split(), *own, f"run.directory={RUNS}", f"distributed.processes={GPUS}"]
-    # --resume starts a run that does not exist yet: the first start and the one after preemption are the same.
+    # --resume also starts new runs, so the first start and a restart after preemption use the same command.
     return [sys.executable, "-m", "flatpeak", "train", recipe, *given, "--resume"]
 
 
@@ -47,17 +47,17 @@ def command(recipe: str, settings: str = "", seed: int | None = None) -> list[st
     retries=modal.Retries(max_retries=3, initial_delay=10.0),
 )
 def train(recipe: str, settings: str = "", seed: int | None = None) -> int:
-    """Train on the machine that Modal has found; raises where the run failed, so that it is tried again."""
+    """Train on the machine that Modal has assigned; raise if the run failed, so that Modal retries it."""
     code = subprocess.run(command(recipe, settings, seed), check=False).returncode
     volume.commit()
-    if code in (1, 130, 143):  # 2 is a mistake in the recipe, which another try would repeat
+    if code in (1, 130, 143):  # 2 is a mistake in the recipe, which a retry would repeat
         raise RuntimeError(f"the run ended with exit code {code}")
     return code
 
 
 @app.local_entrypoint()
 def main(recipe: str = "flatpeak:demo", settings: str = "", seeds: str = "") -> None:
-    """Start one run, or one for each of the seeds, on machines of their own."""
+    """Start one run, or one per seed, on separate machines."""
     if not seeds:
         train.remote(recipe, settings)
         return

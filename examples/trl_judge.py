@@ -1,9 +1,9 @@
 """GRPO in TRL with gradient regularization, rewarded by an LLM judge instead of the true answer.
 
-Needs `pip install flatpeak[trl]` and a judge behind any OpenAI-compatible endpoint, for instance
-`vllm serve Qwen/Qwen2.5-1.5B-Instruct` (its key, where it wants one, in JUDGE_API_KEY). Rows have `question` and
-`answer`; the judge sees both, the policy is trained on its verdict alone, and the true answer is only logged, so that a
-gap between `rewards/judge` and `rewards/exact` shows a judge that is being gamed.
+Needs `pip install flatpeak[trl]` and a judge at an OpenAI-compatible endpoint, for example
+`vllm serve Qwen/Qwen2.5-1.5B-Instruct` (with its key, if any, in JUDGE_API_KEY). Rows have `question` and `answer`; the
+judge sees both. The policy is trained only on the judge's verdict, and the true answer is only logged: a gap between
+`rewards/judge` and `rewards/exact` shows that the policy is gaming the judge.
 
     python examples/trl_judge.py --model Qwen/Qwen2.5-0.5B-Instruct --rows train.jsonl \\
         --judge-url http://localhost:8000/v1 --judge-model Qwen/Qwen2.5-1.5B-Instruct
@@ -34,7 +34,7 @@ INSTRUCTIONS = (
 
 
 class Judge:
-    """Asks the endpoint about each completion. A call that fails, or a reply without a score, is None: missing."""
+    """Asks the endpoint about each completion. A failed call, or a reply without a score, is None: missing."""
 
     __name__ = "judge"
 
@@ -50,7 +50,7 @@ class Judge:
 
     def score(self, question: str, completion: str, answer: str) -> float | None:
         """The verdict on one completion."""
-        code = secrets.token_hex(8)  # the policy cannot close what it cannot guess
+        code = secrets.token_hex(8)  # the policy cannot guess the delimiter
         asked = f"Question:\n{question}\n\nReference: {answer}\n\n{code}\n{completion}\n{code}"
         body = {
             "model": self.model,
@@ -71,13 +71,13 @@ class Judge:
 
 
 def exact(*, completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
-    """1 where the last number is the right one. Its weight is 0: watched, not trained on."""
+    """1 if the last number is right. Its weight is 0: it is logged, but not trained on."""
     numbers = [re.findall(r"-?\d+(?:\.\d+)?", text_of(completion).replace(",", "")) for completion in completions]
     return [float(bool(n) and float(n[-1]) == float(a.replace(",", ""))) for n, a in zip(numbers, answer, strict=True)]
 
 
 def text_of(message: Any) -> str:
-    """Plain text, or the last message of a chat."""
+    """A plain text, or the last message of a chat."""
     return message if isinstance(message, str) else str(message[-1]["content"])
 
 
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> GradientRegularizedGRPOTrain
         output_dir=given.output,
         grad_reg_strength=given.strength,
         grad_reg_ratio_mode="reuse",
-        beta=0.0,  # gradient regularization takes the place of the KL penalty
+        beta=0.0,  # gradient regularization replaces the KL penalty
         loss_type="dr_grpo",
         scale_rewards="none",
         reward_weights=[1.0, 0.0],

@@ -1,13 +1,13 @@
 """RLHF in TRL: GRPO against a reward model, with a KL penalty and gradient regularization.
 
 Needs `pip install flatpeak[trl]`. The reward model is any sequence-classification checkpoint with one output, trained
-on preferences (TRL's RewardTrainer makes one). Rows have a `prompt`, or an `instruction` as AlpacaFarm's have.
+on preferences (for example by TRL's RewardTrainer). Rows have a `prompt`, or an `instruction` as in AlpacaFarm.
 
     python examples/trl_rlhf.py --model my-sft-model --reward-model my-reward-model --rows prompts.jsonl
 
-In flatpeak's study of a learned reward model (docs/results/reward_hacking.md) gradient regularization alone did not
-keep the policy from gaming it, and KL did. Compare on your own: `--strength 0` is KL alone, `--beta 0` the other. Judge
-all by a stronger reward model or by people, never by the reward that was trained on.
+In flatpeak's study of a learned reward model (docs/results/reward_hacking.md), gradient regularization alone did not
+stop the policy from gaming it, but KL did. Compare both on your data: `--strength 0` is KL alone, `--beta 0` is
+regularization alone. Evaluate by a stronger reward model or by people, not by the reward in training.
 """
 
 from __future__ import annotations

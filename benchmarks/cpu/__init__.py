@@ -1,1 +1,1 @@
-"""Benchmarks on CPU cores, each a command of its own."""
+"""Benchmarks on CPU cores, each with its own command."""

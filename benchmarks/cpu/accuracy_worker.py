@@ -1,7 +1,7 @@
 """Worker of `time_to_accuracy`: trains the demo's model with flatpeak or TRL, and measures accuracy every ten steps.
 
-Accuracy is that of the task's held-out problems, `second` that of as many more which no side trains on: how far the two
-differ is the noise of 500 questions.
+Accuracy is measured on the task's held-out problems, and as `second` on as many other problems that neither library
+trains on: their difference shows the noise of 500 questions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROBLEMS = 90 * 90
 
 
 def main() -> None:
-    """Load, report, and train in turn."""
+    """Load, report, and train in turns."""
     parent, meter = ParentPipe(), Meter()
     arguments = json.loads(sys.argv[1])
     torch.set_num_threads(1)
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 class WatchedReward:
-    """1 for the right answer. Every EVERY steps the clock stops, the policy is evaluated, and the turn passes on."""
+    """1 for the right answer. After every EVERY steps it stops the clock, evaluates the policy, and ends the turn."""
 
     __name__ = "correctness"
 
@@ -78,12 +78,12 @@ class WatchedReward:
     ) -> None:
         self.parent, self.meter, self.accuracies, self.completions = parent, meter, accuracies, completions
         self.step = 0
-        """Steps behind the policy: this is called before the update of the next."""
+        """Completed steps: a call comes before the update of the next."""
         self.cpu = self.wall = 0.0
 
     def __call__(self, completions: Sequence[str], gold: Sequence[str], **_: Any) -> list[float]:
         """Score exact matches with 1."""
-        if len(completions) == self.completions:  # else it is flatpeak's own evaluation before the first step
+        if len(completions) == self.completions:  # otherwise it is flatpeak's evaluation before the first step
             if self.step % EVERY == 0:
                 spent = self.meter.stop()
                 self.cpu, self.wall = self.cpu + spent["cpu"], self.wall + spent["wall"]
@@ -101,7 +101,7 @@ class WatchedReward:
 
 
 def second_set(task: Any, config: RunConfig) -> tuple[Example, ...]:
-    """A second held-out set of the same size, drawn from those that are in neither set, twins of either included."""
+    """A second held-out set of the same size, of problems in neither set; twins of either set are allowed."""
     taken = {example.id for example in (*task.train, *task.test)}
     everything = config.task.model_copy(update={"seed": config.task.seed + 1, "train_size": 0, "test_size": PROBLEMS})
     others = [example for example in build_task(everything).test if example.id not in taken]
@@ -111,7 +111,7 @@ def second_set(task: Any, config: RunConfig) -> tuple[Example, ...]:
 def held_out_accuracies(
     model: Any, tokenizer: Any, sets: Mapping[str, Sequence[Example]], config: RunConfig
 ) -> Callable[[], dict[str, float]]:
-    """Make an evaluator of `model` as it is when called, on a copy: greedy answers to all questions of each set."""
+    """Make an evaluator of the current `model`, on a copy, by greedy answers to all questions of each set."""
     twin = copy.deepcopy(model)
     policy = Policy(twin, tokenizer)
     limit = policy.context_length or 64
@@ -136,14 +136,14 @@ def held_out_accuracies(
 def train_flatpeak(
     config: RunConfig, model: Any, tokenizer: Any, task: Any, reward: WatchedReward, scratch: Path
 ) -> None:
-    """The recipe as it is shipped, on one thread and without checkpoints."""
+    """Train by the shipped recipe, on one thread and without checkpoints."""
     reward.meter.start()
     own = config.model_copy(update={"model": ModelConfig()})
     flatpeak.train(own, model=model, tokenizer=tokenizer, task=task, reward=reward, progress=reward.meter)
 
 
 def train_trl(config: RunConfig, model: Any, tokenizer: Any, task: Any, reward: WatchedReward, scratch: Path) -> None:
-    """The recipe's settings in TRL's words; its rates count updates, where the recipe's count rollouts."""
+    """Train by the recipe's settings in TRL, whose rates count updates; the recipe's count rollouts."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 

@@ -1,11 +1,12 @@
-"""Whole GRPO steps with adapters and with what saves memory, beside full training and beside TRL with peft.
+"""Whole GRPO steps with adapters and with memory savers, compared with full training and with TRL and peft.
 
     python -m benchmarks.cpu.adapters --json FILE [--row "7M, uniform, long prompts"] [--rounds 5] [--quick]
 
-As in `step`: from the same weights, on the same prompts, in turn, by the public entry points. Adapters have rank 16
-on all linear layers but the output, in float32 over a base in float32, in both libraries. The ratio is that of LoRA to
-the contender in response tokens per CPU-second; the peak of resident memory is above what is resident right before the
-first step, with peft imported in both libraries. 8-bit moments and activation checkpointing are those of full training.
+As in `step`, contenders start from the same weights, use the same prompts, and take turns through their public entry
+points. In both libraries, adapters have rank 16 on all linear layers except the output, in float32 over a float32 base.
+The ratio is LoRA's response tokens per CPU-second divided by the contender's. Peak memory is relative to the resident
+memory right before the first step, with peft imported in both libraries. 8-bit moments and activation checkpointing
+apply to full training.
 """
 
 from __future__ import annotations

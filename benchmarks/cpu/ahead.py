@@ -1,12 +1,12 @@
-"""Rollouts ahead: whole GRPO steps whose next completions a second process draws meanwhile, beside synchronous ones.
+"""Rollouts ahead: whole GRPO steps while a second process samples the next completions, and synchronous steps.
 
     python -m benchmarks.cpu.ahead --json FILE [--row "1M, 128 completions of up to 64 tokens"] [--rounds 7] [--quick]
 
-Both do the same work at learning rate 0, so that both draw the same; each step of one follows a step of the other. One
-thread for each process. A step with rollouts ahead lasts until its update is done and the next completions are drawn;
-the first one, which waits for the second process to start, is not counted. CPU-seconds are those of both processes
-together, the ratio is that of tokens per second. Both contenders share a process, so that the difference of their peaks
-is what the second one takes.
+Both do the same work at learning rate 0, so that both sample the same completions, and take turns step by step, with
+one thread per process. A step with rollouts ahead ends when its update is done and the next completions are sampled.
+The first step, which waits for the start of the second process, is not counted. CPU-seconds are of both processes
+together, and the ratio is of tokens per second. Both contenders run in the same process, so the difference of their
+peaks is the memory of the second process.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ SIZES: dict[str, dict[str, int]] = {
 }
 ROWS = {f"{size}, 128 completions of up to {tokens} tokens": (size, tokens) for size in SIZES for tokens in (16, 64)}
 CONTENDERS = {"ahead": 1, "synchronous": 0}
-"""The staleness of each."""
+"""The staleness of each contender."""
 UNCOUNTED = 1
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def recipe(size: str, tokens: int, staleness: int) -> dict[str, Any]:
-    """Sums, by a new model that is never right: the reward is another."""
+    """Sums for a new model that is never right; `parity` is the reward."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
     return {
         "run": {"threads": 1},
@@ -59,7 +59,7 @@ def parity(completion_ids: list[list[int]]) -> list[float]:
 
 
 def measure(run: Run, name: str) -> Row:
-    """Step both in turn."""
+    """Run steps of both in turns."""
     size, tokens = ROWS[name]
     torch.set_num_threads(1)
     measurements: dict[str, list[dict[str, float]]] = {contender: [] for contender in CONTENDERS}
@@ -92,21 +92,21 @@ def measure(run: Run, name: str) -> Row:
 
 
 def second_process(components: Components) -> Path | None:
-    """Where the system describes the second process, if there is one."""
+    """The /proc directory of the second process, if there is one."""
     sampler = components.sampler
     pid = sampler.background.pid if isinstance(sampler, RolloutsAhead) else None
     return None if pid is None else Path(f"/proc/{pid}")
 
 
 def cpu_seconds(components: Components) -> float:
-    """CPU time of this process and of the second one so far."""
+    """CPU time so far of this process and the second process."""
     process = second_process(components)
     ticks = process.joinpath("stat").read_text().rpartition(")")[2].split()[11:13] if process else []
     return time.process_time() + sum(map(int, ticks)) / TICKS
 
 
 def peak_mib(components: Components) -> float:
-    """Peak memory of this process and of the second one."""
+    """Peak memory of this process and the second process."""
     process, own = second_process(components), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     lines = process.joinpath("status").read_text().splitlines() if process else []
     return (own + sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))) / 1024

@@ -1,10 +1,10 @@
-"""The demo on ten seeds, plain and with gradient regularization, each as a command of its own.
+"""The demo on ten seeds, with and without gradient regularization, each by its own command.
 
     python -m benchmarks.cpu.demo_seeds --json FILE [--row "plain, seed 0"] [--quick]
 
-Run and task have the same seed. Time and CPU-seconds are those of the whole command, imports included. The table of
-docs/results/demo.md is printed at the end; `python -m benchmarks.cpu.demo_seeds --table FILE...` prints it of
-files that were written before.
+Run and task have the same seed. Time and CPU-seconds are of the whole command, including imports. At the end, the
+benchmark prints the table of docs/results/demo.md; `python -m benchmarks.cpu.demo_seeds --table FILE...` prints it from
+existing files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
 
 
 def measure(run: Run, name: str) -> Row:
-    """Run the demo once, as a user starts it."""
+    """Run the demo once, as a user would."""
     kind, seed = ROWS[name]
     settings = [f"run.seed={seed}", f"task.seed={seed}", *KINDS[kind], *(QUICK if run.quick else ())]
     directory = run.scratch / name.replace(", ", "-").replace(" ", "-")
@@ -58,7 +58,7 @@ def children_cpu() -> float:
 
 
 def read_summary(summary: Path) -> dict[str, float]:
-    """Held-out accuracy after SFT and at the end, the step it ended at, and the time of SFT and GRPO together."""
+    """Held-out accuracy after SFT and at the end, the last step, and the total time of SFT and GRPO."""
     content = json.loads(summary.read_text(encoding="utf-8"))
     last = {evaluation["stage"]: evaluation for evaluation in content["evaluations"]}
     return {
@@ -70,7 +70,7 @@ def read_summary(summary: Path) -> dict[str, float]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each seed, plain and regularized side by side; the last has the worst of each column."""
+    """A line for each seed, plain and regularized; the last line has the worst of each column."""
     head = ["Seed"]
     for kind in KINDS:
         head += [f"{kind}: after SFT", "after GRPO", "step", "s", "CPU-s"]
@@ -99,7 +99,7 @@ def _worst(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def print_tables(files: Sequence[str]) -> None:
-    """One table of all rows of these files; a later file's row replaces an earlier one's."""
+    """Print one table of all rows of these files; rows of later files replace those of earlier files."""
     rows = [row for file in files for row in json.loads(Path(file).read_text(encoding="utf-8"))["rows"]]
     print(table(rows))
 

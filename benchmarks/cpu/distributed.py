@@ -1,12 +1,12 @@
-"""Several processes: whole GRPO steps of two with one thread each beside one with two threads, and what they send.
+"""Several processes: whole GRPO steps of two processes with one thread each, of one with two, and the communication.
 
     python -m benchmarks.cpu.distributed --json FILE [--row "1M, ddp"] [--rounds 7] [--quick]
 
-128 completions of up to 32 tokens and one update a step, at learning rate 0, so that all draw the same; contenders take
-turns step by step, and the ratio is that of tokens per second of wall time. CPU-seconds are those of all processes, the
-peak of memory is the first one's. Payloads are those of one step: the tensors that collectives reduce, gather or
-scatter, whole, as torch's dispatcher sees them (gloo, which sends (n - 1) / n of a payload per process, and twice that
-for a reduction); computed from the weights and the passes; and values such as tokens and scores, pickled.
+Each step has 128 completions of up to 32 tokens and one update, at learning rate 0, so that all contenders sample the
+same completions. They take turns step by step; the ratio is of tokens per second of wall time. CPU-seconds are of all
+processes, and peak memory is of the first. Payloads are per step: the whole tensors that collectives reduce, gather or
+scatter, as torch's dispatcher sees them (gloo sends (n - 1) / n of a payload per process, and twice that for a
+reduction), and as computed from the weights and the passes; and pickled values such as tokens and scores.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ CONTENDERS = {
     "1 process, 1 thread": {"processes": 1, "threads": 1},
 }
 UNCOUNTED = 2
-"""A step to warm up, and the one whose collectives are counted."""
+"""A warm-up step, and the step whose collectives are counted."""
 
 
 def measure(run: Run, name: str) -> Row:
-    """Let the contenders step in turn."""
+    """Run the contenders' steps in turns."""
     starts = {contender: start(run, name, contender) for contender in CONTENDERS}
     measurements, failures, _ = measure_in_turn(starts, uncounted=UNCOUNTED, repeats=run.repeats, say=say)
     return {"contenders": measurements, "failures": failures}
 
 
 def start(run: Run, name: str, contender: str) -> Callable[[], Worker]:
-    """Make a starter of one contender."""
+    """Make a function that starts one contender."""
     processes, threads = CONTENDERS[contender]["processes"], CONTENDERS[contender]["threads"]
     arguments = {**ROWS[name], "tokens": TOKENS, "processes": processes, "threads": threads}
     environment = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}

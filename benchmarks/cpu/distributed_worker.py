@@ -1,4 +1,4 @@
-"""Worker of `distributed`: GRPO steps of one process or of a rank, of which the first takes its turn for all."""
+"""Worker of `distributed`: GRPO steps of one process, or of ranks whose first rank takes turns with the contenders."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from flatpeak.pipeline.run_components import share_components
 from flatpeak.training.trainer import Trainer
 
 COUNTED = 1
-"""The step whose collectives are counted, which takes longer and is not timed."""
+"""The step whose collectives are counted; it takes longer and is not timed."""
 
 
 def main() -> None:
-    """Start the other ranks, build the trainer, and step in turn."""
+    """Start the other ranks, build the trainer, and run steps in turns."""
     arguments = json.loads(sys.argv[1])
     processes: int = arguments["processes"]
     others = []
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def recipe(*, size: str, tokens: int, processes: int, strategy: str, strength: float, **_: Any) -> dict[str, Any]:
-    """Sums, by a new model that is never right: the reward is another."""
+    """Sums for a new model that is never right; the reward is independent of correctness."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
     return {
         "model": {"new": {"architecture": "qwen2", "config": SIZES[size] | heads}, "device": "cpu"},
@@ -67,7 +67,7 @@ def recipe(*, size: str, tokens: int, processes: int, strategy: str, strength: f
 
 
 def take_turns(trainer: Trainer, ranks: Ranks, others: list[subprocess.Popen[bytes]]) -> None:
-    """Take a step for each command of the parent, and report it with what the counted one has sent."""
+    """Run a step for each command of the parent, and report it with the communication of the counted step."""
 
     def end() -> None:
         for process in others:
@@ -91,7 +91,7 @@ def take_turns(trainer: Trainer, ranks: Ranks, others: list[subprocess.Popen[byt
 
 
 def follow(trainer: Trainer, ranks: Ranks, _: object) -> None:
-    """Step with the first rank, until it ends this process."""
+    """Run steps with the first rank until it ends this process."""
     step = 0
     while True:
         begin(ranks)
@@ -102,13 +102,13 @@ def follow(trainer: Trainer, ranks: Ranks, _: object) -> None:
 
 
 def begin(ranks: Ranks) -> None:
-    """Wait for the first rank's turn: the others would sample beforehand."""
+    """Wait for the first rank's turn, so that other ranks do not sample before it."""
     if ranks.size > 1:
         dist.barrier()
 
 
 def counted_step(trainer: Trainer, ranks: Ranks, step: int) -> dict[str, float]:
-    """The bytes of a step's collectives by kind, as counted and as computed."""
+    """The bytes of a step's collectives by kind, counted and computed."""
     learner, passes = trainer.learner, SimpleNamespace(updates=0, micro_batches=0)
     average, logprobs = learner.parallel.average_gradients, learner.policy.token_logprobs
 
@@ -144,7 +144,7 @@ def counted_step(trainer: Trainer, ranks: Ranks, step: int) -> dict[str, float]:
 
 
 def free_port() -> int:
-    """A port that the system gives."""
+    """A free port of this machine."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

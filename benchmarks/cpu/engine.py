@@ -1,14 +1,14 @@
-"""Rollouts alone: flatpeak's engine, vLLM, and both of transformers' ways, drawing the same completions' worth in turn.
+"""Rollouts alone: flatpeak's engine, vLLM, and two ways of transformers, sampling equal amounts in turns.
 
     python -m benchmarks.cpu.engine --json FILE [--row "1M, skewed"] [--rounds 5] [--quick]
 
-flatpeak decodes by native kernels where it can, named below the table as the decoder; "flatpeak, torch" does without.
-Each contender is a process of its own with one thread, or as many as the row names, which draws a step's completions
-when it is its turn. All keep to the same weights, prompts, limits and plain sampling at temperature 1. flatpeak and
-vLLM return the log-probability of every token, as training needs; transformers does not, and so is spared that.
-flatpeak returns text too, and packs its weights anew in every round, as after an update; the others keep theirs. vLLM
-compiles the model, or does not ("eager"); what it reserves when it loads (1 GiB of cache) is not in its peak. It runs
-in the Python that FLATPEAK_VLLM_PYTHON names, or in .venv-vllm; without either it is left out.
+flatpeak decodes by native kernels if they support the model (the table names the decoder); "flatpeak, torch" does not.
+Each contender is a process with one thread, or with the row's number, and samples a step's completions in its turn. All
+use the same weights, prompts, limits and plain sampling at temperature 1. flatpeak and vLLM return the log-probability
+of every token, as training needs; transformers does not, and saves that time. flatpeak also returns text, and packs its
+weights in every round, as after an update; the others keep theirs. vLLM compiles the model, except in "eager"; its peak
+excludes what it reserves at loading (1 GiB of cache). It runs in the Python of FLATPEAK_VLLM_PYTHON or .venv-vllm;
+without either, there is no vLLM row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROWS = {
     for lengths in ("skewed", "uniform, long prompts", "uniform, short prompts")
     if size != "45M" or lengths == "skewed"
 } | {f"{size}, skewed, 2 threads": (size, "skewed", 2) for size in ("1M", "7M")}
-"""Name: size, lengths and the threads of each contender."""
+"""Name: size, lengths and the number of threads of each contender."""
 KERNELS = {"flatpeak": "auto", "flatpeak, torch": "torch"}
 """Contender: FLATPEAK_KERNELS."""
 TRANSFORMERS = ("transformers generate", "transformers generate_batch")
@@ -41,9 +41,9 @@ VLLM = {
     "vLLM eager": {"eager": True, "dtype": "float32"},
     "vLLM, bfloat16": {"eager": False, "dtype": "bfloat16"},
 }
-"""Contender: whether vLLM is kept from compiling the model, and the type of its weights."""
+"""Contender: whether vLLM must not compile the model, and the type of its weights."""
 CONTENDERS = (*KERNELS, *TRANSFORMERS, "vLLM", "vLLM eager")
-"""Contenders of a random model. Continuous batching, always the slowest, is shown at the smallest size only."""
+"""Contenders with a random model. Continuous batching, always the slowest, appears only at the smallest size."""
 VLLM_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -51,15 +51,15 @@ VLLM_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
-"""1 GiB of cache is more than any row fills; one process, so that its CPU time is all there is."""
+"""No row fills 1 GiB of cache; a single process, so that its CPU time is complete."""
 REPORTED = ("vllm", "parameters", "decoder")
-"""What contenders report that the result names; of decoders, the native one."""
+"""Reported properties of contenders that the result names; of decoders, only the native one."""
 UNCOUNTED = 2
-"""vLLM's first round compiles kernels, and its second still takes longer than those that follow."""
+"""Warm-up rounds of vLLM: the first compiles kernels, and the second is still slower than later rounds."""
 
 
 def vllm_python() -> Path | None:
-    """Find the Python that has vLLM."""
+    """Find the Python with vLLM."""
     named = os.environ.get("FLATPEAK_VLLM_PYTHON")
     python = Path(named).absolute() if named else ROOT / ".venv-vllm" / "bin" / "python"
     if named and not python.exists():
@@ -86,7 +86,7 @@ def measure(run: Run, name: str) -> Row:
 
 
 def versions(reported: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What of the contenders' reports the result names."""
+    """The properties in the contenders' reports that the result names."""
     return {
         key: value for facts in reported.values() for key, value in facts.items() if key in REPORTED and value != TORCH
     }
@@ -95,7 +95,7 @@ def versions(reported: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def contenders(
     run: Run, work: Workload, model: Path, threads: int, names: Collection[str]
 ) -> dict[str, Callable[[], Worker]]:
-    """Worker starters by contender."""
+    """Functions that start workers, by contender."""
     arguments = {"workload": asdict(work), "model": str(model), "threads": threads}
     starts: dict[str, Callable[[], Worker]] = {}
     for contender in [each for each in (*KERNELS, *TRANSFORMERS) if each in names]:

@@ -18,13 +18,13 @@ from flatpeak.rollout.engine import NativeEngine
 from flatpeak.types import Example, Prompt, SamplingParams
 
 Draw = Callable[[list[list[int]], int], list[list[int]]]
-"""Prompts and a seed in, `group` completions per prompt out."""
+"""From prompts and a seed to `group` completions per prompt."""
 Facts = dict[str, str]
-"""What a contender reports of itself."""
+"""Properties that a contender reports."""
 
 
 def main() -> None:
-    """Load, report, and sample in turn."""
+    """Load, report, and sample in turns."""
     parent, meter = ParentPipe(), Meter()
     arguments = json.loads(sys.argv[1])
     work = Workload(**arguments["workload"])
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def flatpeak_draw(model: Any, tokenizer: Any, work: Workload) -> tuple[Draw, Facts]:
-    """Sample with log-probabilities and decoded text, as training takes them, by weights packed anew in every round."""
+    """Sample with log-probabilities and text, as training needs them, with weights packed in every round."""
     policy = Policy(model, tokenizer)
     engine = NativeEngine(policy, max_rows=work.prompts * work.group)
     sampling = SamplingParams(max_new_tokens=work.limits.cap)
@@ -61,7 +61,7 @@ def flatpeak_draw(model: Any, tokenizer: Any, work: Workload) -> tuple[Draw, Fac
 
 
 def generate_draw(model: Any, tokenizer: Any, work: Workload) -> tuple[Draw, Facts]:
-    """Sample one batch of all rows, padded on the left, without log-probabilities."""
+    """Sample one left-padded batch of all rows, without log-probabilities."""
     config = generation_config(work)
 
     def draw(prompts: list[list[int]], seed: int) -> list[list[int]]:

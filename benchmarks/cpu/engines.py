@@ -1,13 +1,13 @@
-"""Rollouts by each of flatpeak's engines on the same work, with the time of a weight update apart.
+"""Rollouts by each of flatpeak's engines on the same work, with separate times of weight updates.
 
     python -m benchmarks.cpu.engines --json FILE [--row "1M, skewed"] [--rounds 5] [--quick]
 
-Every round changes the weights, as a training step does, gives them to the engine, and draws a step's completions with
-log-probabilities and text. The native engine and `generate` compute on the trainer's own weights, and have nothing to
-update but the native engine's packed copies, which are made as it draws. vLLM is a server on this machine, asked over
-HTTP: the CPU time is that of the trainer's process and of all the server's together. The server does not compile the
-model, which the benchmark `engine` shows beside one that does; its weights are written to a file and loaded from it.
-vLLM runs in the Python that FLATPEAK_VLLM_PYTHON names, or in .venv-vllm; without either it is left out.
+Every round changes the weights, as a training step does, gives them to the engine, and samples a step's completions
+with log-probabilities and text. The native engine and `generate` compute with the trainer's weights: only the native
+engine has copies to update, which it packs while sampling. vLLM is a server on this machine, used over HTTP; its CPU
+time is that of the trainer's process and all of the server's processes. The server does not compile the model (the
+benchmark `engine` compares this with a compiled one), and loads its weights from a file. vLLM runs in the Python of
+FLATPEAK_VLLM_PYTHON or .venv-vllm; without either, there is no vLLM row.
 """
 
 from __future__ import annotations

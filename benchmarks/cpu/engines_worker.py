@@ -1,4 +1,4 @@
-"""Worker of `engines`: samples with one of flatpeak's engines, after a change of the weights in every round."""
+"""Worker of `engines`: samples with one of flatpeak's engines, after changing the weights in every round."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from flatpeak.rollout.vllm import VLLMSampler
 from flatpeak.types import Example, Prompt, SamplingParams
 
 STEP = 1.0001
-"""The factor by which every round changes the weights."""
+"""The factor of the weights in every round."""
 ENVIRONMENT = {
     **{name: value for name, value in VLLM_ENVIRONMENT.items() if "MULTIPROCESSING" not in name},
     "OMP_NUM_THREADS": "1",
@@ -36,7 +36,7 @@ ENVIRONMENT = {
 
 
 def main() -> None:
-    """Load, report, and sample in turn."""
+    """Load, report, and sample in turns."""
     parent, meter = ParentPipe(), Meter()
     arguments = json.loads(sys.argv[1])
     work = Workload(**arguments["workload"])
@@ -67,7 +67,7 @@ def main() -> None:
 def opened(
     arguments: dict[str, Any], policy: Policy, work: Workload, resources: ExitStack
 ) -> tuple[Sampler, Callable[[], object], dict[str, str]]:
-    """The engine, what gives it the weights of now, and what to report of it; a server ends with `resources`."""
+    """The engine, a function that gives it the current weights, and its report; `resources` ends a server."""
     rows = work.prompts * work.group
     if arguments["engine"] == "native":
         return NativeEngine(policy, max_rows=rows), lambda: None, {}

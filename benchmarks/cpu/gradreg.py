@@ -1,11 +1,11 @@
-"""The cost of gradient regularization: an update and a whole GRPO step, with and without it, in one process.
+"""The cost of gradient regularization: updates and whole GRPO steps, with and without it, in one process.
 
     python -m benchmarks.cpu.gradreg [--rounds 7] [--sft-steps 600] [--recipe flatpeak:demo] [--json FILE] [KEY=VALUE]
 
-Every variant updates the same policy (learning rate 0, so that nothing moves) from the same rollouts of the recipe's
-task, cut into the recipe's minibatches. A round times each variant once, in turn: an update is the mean over
-UPDATE_EPOCHS passes through all minibatches, a step is `train_step` with sampling, scoring and all its updates. Times
-are medians over the rounds, ratios are taken within a round.
+Every variant updates the same policy at learning rate 0, from the same rollouts of the recipe's task, in the recipe's
+minibatches. A round times each variant once, in turns: an update is the mean over UPDATE_EPOCHS passes through all
+minibatches, and a step is `train_step` with sampling, scoring and all updates. Times are medians over the rounds;
+ratios are within a round.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 UPDATE_EPOCHS = 5
-"""Passes through the minibatches, five so that "every 5th update" is exactly a fifth of them."""
+"""Passes through the minibatches: five, so that "every 5th update" is exactly a fifth of the updates."""
 
 
 class NoRecorder:
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def imitate(components: Components, config: RunConfig, *, steps: int) -> None:
-    """Run supervised steps first, so that completions of a group differ."""
+    """Run supervised steps first, so that the completions of a group differ."""
     learner = Learner(components.policy, LIKELIHOOD, config.sft.optimizer, temperature=1.0, micro_batch_tokens=16384)
     size = config.sft.batch_size
     for step in range(steps):
@@ -104,7 +104,7 @@ def imitate(components: Components, config: RunConfig, *, steps: int) -> None:
 
 
 def build_trainer(components: Components, config: RunConfig, recorder: Any, *, ranks: Ranks = ALONE) -> Trainer:
-    """The trainer of a run of this recipe."""
+    """The trainer of this recipe's run."""
     learner = build_learner(
         components.policy,
         components.algorithm.objective,
@@ -127,7 +127,7 @@ def build_trainer(components: Components, config: RunConfig, recorder: Any, *, r
 
 
 def minibatches_of_a_step(trainer: Trainer) -> list[Batch]:
-    """One step's completions as its updates see them."""
+    """One step's completions as batches of its updates."""
     rollouts = trainer.collect(1)
     rewards = trainer.reward_tensors(rollouts.groups, rollouts.scores)
     completions = trainer.pack(rollouts.groups, rewards)
@@ -136,7 +136,7 @@ def minibatches_of_a_step(trainer: Trainer) -> list[Batch]:
 
 
 def measure(trainers: dict[str, Trainer], updates: Sequence[Batch], *, repeats: int) -> list[Row]:
-    """Time updates and whole steps in turn, after a round that is not counted."""
+    """Time updates and whole steps in turns, after a warm-up round."""
     rows = [Row(name=name, update_seconds=[], step_seconds=[]) for name in trainers]
     for counted in range(-1, repeats):
         for row, trainer in zip(rows, trainers.values(), strict=True):
@@ -149,7 +149,7 @@ def measure(trainers: dict[str, Trainer], updates: Sequence[Batch], *, repeats: 
 
 
 def run_updates(learner: Learner, updates: Sequence[Batch]) -> None:
-    """Run all updates as training does, at learning rate 0."""
+    """Run all updates as in training, at learning rate 0."""
     for _ in range(UPDATE_EPOCHS):
         for minibatch in updates:
             with seeded(0):
@@ -168,7 +168,7 @@ def seconds(action: Callable[[], object]) -> float:
 
 
 def ratios(rows: list[Row], name: str, what: str) -> list[float]:
-    """A variant's time over the plain one's of the same round."""
+    """A variant's time divided by the plain variant's, by round."""
     chosen = next(row for row in rows if row.name == name)
     return [a / b for a, b in zip(getattr(chosen, what), getattr(rows[0], what), strict=True)]
 
@@ -198,7 +198,7 @@ def table(rows: list[Row], updates: Sequence[Batch], components: Components) -> 
 
 
 def as_json(rows: list[Row]) -> dict[str, Any]:
-    """The raw times beside what they were measured on."""
+    """The raw times and the machine and versions."""
     return {"start": describe_start(None), "rows": [vars(row) for row in rows]}
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.cpu.invariance [--rounds 9]
 
-Tokens per CPU-second on one thread, in turn, of the same completions; median, smallest and largest round.
+Tokens per CPU-second on one thread for the same completions, in turns; median, smallest and largest round.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python -m benchmarks.cpu.memory --json FILE [--rounds 2] [--quick]
 
 16 prompts of about 64 tokens with 8 completions each, all capped at 128 tokens: with so large a vocabulary the end of a
-sequence is hardly ever drawn, so that both have the same lengths. What counts is the peak of resident memory in a step,
-above what is resident right before the first, with everything imported and loaded. TRL in two ways: the batch in one
-piece, and 8 completions at a time with gradients accumulated, as one sets it who runs out of memory. flatpeak cuts the
-batch into pieces by itself.
+sequence is hardly ever sampled, so both libraries have the same lengths. The result is the peak of resident memory in a
+step, relative to the memory right before the first step, with everything imported and loaded. TRL runs in two ways: the
+batch in one piece, and 8 completions at a time with accumulated gradients, as users do who run out of memory. flatpeak
+splits the batch automatically.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Costs and savings of the training pass's options: one forward and backward pass each, on one thread of the CPU.
+"""Costs and savings of the training pass's options: one forward and backward pass each, on one CPU thread.
 
     python -m benchmarks.cpu.memory_options [--rounds 7] [--json FILE]
 
-A Qwen2 of 7M parameters scores one packed row of 8,192 tokens (16 prompts of 64 with 8 completions of 40 to 72 tokens
-each) and backpropagates, as one micro-batch of a learner does. Every variant has a process of its own; a round has each
-of them run once, in turn, and the first round is not counted. Time is the process's CPU seconds, median over rounds.
-Memory is the peak of resident memory in a pass over what was resident before it, gradients included; what stays
-between passes (weights, and float32 masters where the weights are in bfloat16) is given apart.
+A Qwen2 model of 7M parameters scores one packed row of 8,192 tokens (16 prompts of 64 tokens with 8 completions of 40
+to 72 tokens each) and backpropagates, as a learner does for a micro-batch. Every variant has its own process; a round
+runs each of them once, in turns, and the first round is not counted. Time is CPU seconds of the process, median over
+rounds. Memory is the peak of resident memory in a pass relative to the memory before it, including gradients. The
+memory between passes (weights, and float32 masters of bfloat16 weights) is a separate column.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ RESPONSE_TOKENS = (40, 72, 48, 64)
 
 
 def main() -> None:
-    """Measure and print, or be one variant's process."""
+    """Measure and print, or run as the process of one variant."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)
@@ -76,7 +76,7 @@ def main() -> None:
 def measure(*, repeats: int) -> dict[str, dict[str, Any]]:
     """Measurements of each variant, by name."""
     with tempfile.TemporaryDirectory() as cache, ExitStack() as stack:
-        # An empty cache, so that the first call compiles.
+        # An empty cache makes the first call compile.
         settings = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCHINDUCTOR_CACHE_DIR": cache}
         workers = {
             name: stack.enter_context(
@@ -104,7 +104,7 @@ def measure(*, repeats: int) -> dict[str, dict[str, Any]]:
 
 
 def answer(worker: subprocess.Popen[str]) -> dict[str, Any]:
-    """Ask a worker for its next measurements and wait for them."""
+    """Request a worker's next measurements and wait for them."""
     assert worker.stdin is not None
     assert worker.stdout is not None
     worker.stdin.write("go\n")
@@ -117,7 +117,7 @@ def answer(worker: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def serve(*, dtype: str = "float32", recompute: bool = False, compiled: bool = False) -> None:
-    """Run one variant: build, then a pass for every line on stdin. The first answer is about the first pass."""
+    """Run one variant: build it, then run a pass per line of stdin. The first answer is about the first pass."""
     torch.set_num_threads(1)
     policy = build_policy(dtype)
     learner = Learner(
@@ -144,7 +144,7 @@ def serve(*, dtype: str = "float32", recompute: bool = False, compiled: bool = F
 
 
 def build_policy(dtype: str) -> Policy:
-    """7M parameters with random weights, the same in every variant but for their rounding."""
+    """7M parameters with random weights, the same in every variant except for rounding."""
     model = {"new": {"architecture": "qwen2", "config": SIZES}, "device": "cpu", "dtype": dtype}
     policy = load_policy(ModelConfig.model_validate(model), texts=["0123456789"], seed=0)
     assert policy.native, policy.notice
@@ -171,12 +171,12 @@ def build_batch() -> Batch:
 
 
 def one_pass(learner: Learner, batch: Batch) -> None:
-    """Forward and backward; the gradients stay until the next."""
+    """Run forward and backward; the gradients stay until the next pass."""
     learner.accumulate_gradients(batch)
 
 
 def resident_before_a_pass(policy: Policy) -> int:
-    """Free what the last pass left, reset the peak, and return the resident memory in KiB. Linux only."""
+    """Free the memory of the last pass, reset the peak, and return the resident memory in KiB. Linux only."""
     for parameter in policy.parameters():
         parameter.grad = None
     gc.collect()

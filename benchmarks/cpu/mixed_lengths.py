@@ -1,10 +1,10 @@
-"""One prompt of 1,500 tokens among 80 of 20: its cost beside that of the long one and the short ones apart.
+"""One prompt of 1,500 tokens with 80 of 20 tokens: the cost together, compared with the costs of each kind alone.
 
     python -m benchmarks.cpu.mixed_lengths --json FILE [--row "1M, rollout"] [--rounds 5] [--quick]
 
-Padding all of them to the longest would multiply the work. A rollout reads all prompts and draws 32 tokens for each, a
-training pass is the forward and backward pass over answers of 10 tokens. The same tokens are counted either way. A
-process for each, with one thread, the two in turn.
+Padding all prompts to the longest would multiply the work. A rollout reads all prompts and samples 32 tokens for each;
+a training pass is the forward and backward pass over answers of 10 tokens. Both contenders process the same tokens.
+Each has a process with one thread; they take turns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROWS = {f"1M, {work}": work for work in ("training pass", "rollout")}
 
 
 def measure(run: Run, name: str) -> Row:
-    """Measure training or rollouts, together and apart."""
+    """Measure training or rollouts, together and separately."""
     work = workload("1M", "uniform, short prompts")
     with model_directory(run, name) as model:
         save_model(work, model, context=CONTEXT)

@@ -1,4 +1,4 @@
-"""Trains on, or samples from, one long prompt among short ones: all together, or the long one and the others apart."""
+"""Trains on, or samples from, one long prompt and many short ones: all together, or the long prompt separately."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ANSWER, NEW_TOKENS = 10, 32
 
 
 def main() -> None:
-    """Load, report, and work in turn."""
+    """Load, report, and work in turns."""
     parent, meter = ParentPipe(), Meter()
     arguments = json.loads(sys.argv[1])
     work = Workload(**arguments["workload"])
@@ -56,7 +56,7 @@ def train(policy: Policy, sets: Sequence[Sequence[Prompt]]) -> Callable[[], int]
 
 
 def sample(policy: Policy, sets: Sequence[Sequence[Prompt]]) -> Callable[[], int]:
-    """Make a function that samples answers to each set of prompts; none ends early."""
+    """Make a function that samples answers to each set of prompts; no answer ends early."""
     engine = NativeEngine(policy)
     sampling = SamplingParams(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
 

@@ -1,11 +1,11 @@
-"""Accuracy of `flatpeak plan`: estimated against measured peak memory of runs of eight kinds.
+"""Accuracy of `flatpeak plan`: estimated and measured peak memory of eight kinds of runs.
 
     python -m benchmarks.cpu.plan_accuracy [--only NAME ...] [--device cpu|cuda] [--json FILE]
 
-Models are Qwen2s with random weights, saved to a temporary directory; tokens are random words, and rewards random
-numbers, so that every completion has a gradient. Each run takes two steps in a process of its own. On a CPU the peak is
-that of resident memory, above what was resident once everything was imported; on a GPU it is what torch had allocated.
---json has the peaks of the phases of a step too.
+Models are Qwen2 models with random weights, saved to a temporary directory; tokens are random words, and rewards are
+random numbers, so that every completion has a gradient. Each run takes two steps in its own process. On a CPU the peak
+is of resident memory, relative to the memory after all imports; on a GPU it is of the memory that torch has allocated.
+--json also writes the peaks of the phases of a step.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Case:
 
 
 def rollout(prompts: int, group: int, tokens: int) -> dict[str, int]:
-    """The section of that name."""
+    """The section `rollout`."""
     return {"prompts_per_step": prompts, "group_size": group, "max_new_tokens": tokens}
 
 
@@ -89,11 +89,11 @@ CASES = {
 
 
 def main() -> None:
-    """Estimate and measure each case, or be the process of one run."""
+    """Estimate and measure each case, or run as the process of one run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=CASES, help="only this case; may be repeated")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--json", type=Path, help="a file to write as well")
+    parser.add_argument("--json", type=Path, help="also write this file")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -111,7 +111,7 @@ def main() -> None:
 
 
 def compare(case: Case, *, device: str) -> dict[str, Any]:
-    """The estimate and the measurement of a case, GiB."""
+    """The estimate and the measurement of a case, in GiB."""
     with tempfile.TemporaryDirectory(prefix="flatpeak-plan-accuracy-") as directory:
         path = save(case, Path(directory), device=device)
         memory = plan_run(parse_config(load_recipe(path))).memory
@@ -132,7 +132,7 @@ def compare(case: Case, *, device: str) -> dict[str, Any]:
 
 
 def save(case: Case, directory: Path, *, device: str) -> Path:
-    """Save the model, and two steps of a recipe on it; the recipe's path."""
+    """Save the model and a recipe of two steps with it; return the recipe's path."""
     shape = Qwen2Config(
         vocab_size=case.vocabulary,
         hidden_size=case.hidden,
@@ -170,7 +170,7 @@ def save(case: Case, directory: Path, *, device: str) -> Path:
 
 
 def measured_gib(recipe: Path) -> dict[str, float]:
-    """The peaks of a run in a process of its own, by the names of its metrics."""
+    """The peaks of a run in its own process, by metric."""
     command = [sys.executable, "-m", "benchmarks.cpu.plan_accuracy", "--worker", str(recipe)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     peaks: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -178,8 +178,8 @@ def measured_gib(recipe: Path) -> dict[str, float]:
 
 
 def run(recipe: Path) -> None:
-    """Run a recipe, and print its peaks as the last line."""
-    import bitsandbytes  # noqa: F401  # like all other imports, before the measurement begins
+    """Run a recipe, and print its peaks on the last line."""
+    import bitsandbytes  # noqa: F401  # before the measurement starts, like all other imports
     import peft  # noqa: F401
 
     from flatpeak.pipeline.train import train
@@ -189,7 +189,7 @@ def run(recipe: Path) -> None:
     meter.start()
     result = train(recipe, progress=False)
     last = meter.stop()["peak_mib"] / 1024
-    # A run resets the peak of its process in each phase of a step, and reports the highest of all itself.
+    # A run resets its process's peak in each phase of a step, and reports the highest.
     rows = [row for row in read_metrics(result.path / "metrics.jsonl") if row["stage"] == "train"]
     before = 0.0 if torch.cuda.is_available() else meter.loaded_kib / 2**20
     named = {name for row in rows for name in row if name.startswith("memory/")}
@@ -200,7 +200,7 @@ def run(recipe: Path) -> None:
 
 
 def words(*, tokens: int, vocabulary: int) -> Any:
-    """A task whose prompts are so many random words."""
+    """A task whose prompts are `tokens` random words."""
     draw = random.Random(0)
     examples = [
         Example(

@@ -1,22 +1,22 @@
-"""A real model on a CPU: parts of a step beside a large product, rollouts beside vLLM, whole steps beside TRL.
+"""A real model on a CPU: parts of a step relative to a large product, rollouts versus vLLM, whole steps versus TRL.
 
     python -m benchmarks.cpu.real_model MODEL --json FILE [--row parts] [--rounds 3] [--quick]
 
-MODEL is a directory of transformers, or a GGUF file (needs the packages gguf and accelerate), which is written as a
-directory in float32 into the user's cache first. Contenders have processes of their own and work in turn; those of
-flatpeak decode and train by native kernels where they can.
+MODEL is a transformers directory or a GGUF file. A GGUF file needs the packages gguf and accelerate, and is first
+written to the user's cache as a float32 directory. Contenders have separate processes and take turns; those of flatpeak
+decode and train by native kernels if these support the model.
 
-"product" multiplies two float32 matrices of 1024 x 1024 by torch: what the machine gives at that moment. "decode" feeds
-one token to 32 rows of four prompts, output layer included; "prompts" reads four prompts of 64 tokens; "training" is a
-forward and backward pass over 8 prompts of 70 tokens with 8 responses of 16 each, logits that are made again not
-counted. Shares of the product are of CPU time on one thread and by the clock on two.
+"product" multiplies two float32 matrices of 1024 x 1024 by torch, which shows the machine's current speed. "decode"
+feeds one token to 32 rows of four prompts, including the output layer; "prompts" reads four prompts of 64 tokens;
+"training" is a forward and backward pass over 8 prompts of 70 tokens with 8 responses of 16 tokens each, without
+counting recomputed logits. Shares of the product are of CPU time on one thread and of wall time on two.
 
-Rollouts and steps are of four chat prompts of the recipe `flatpeak:laptop`, others in each round, with 8 completions of
-at most 48 tokens, at temperature 1. In rollouts flatpeak packs its weights anew, as after an update; vLLM, which
-compiles the model, and transformers' `generate` keep theirs. vLLM with bfloat16, for which a processor may lack
-instructions, takes minutes and has one round. What vLLM reserves when it loads (1 GiB of cache) is not in its peak.
-Steps are GRPO with one update per rollout, in float32; TRL samples by `generate` and trains on 8 completions at a time,
-its default, with gradients accumulated.
+Rollouts and steps use four chat prompts of the recipe `flatpeak:laptop`, different ones in each round, with 8
+completions of at most 48 tokens, at temperature 1. In rollouts flatpeak packs its weights in every round, as after an
+update; vLLM, which compiles the model, and transformers' `generate` keep theirs. vLLM with bfloat16 takes minutes if
+the processor lacks instructions for it, and has one round. vLLM's peak excludes what it reserves at loading (1 GiB of
+cache). Steps are GRPO with one update per rollout, in float32; TRL samples by `generate` and trains on 8 completions at
+a time, its default, with accumulated gradients.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ STEPS: dict[str, dict[str, object]] = {
     "TRL, 8 at a time": {"contender": "TRL generate", "micro_batch": 8},
 }
 UNCOUNTED = {"parts": 1, "rollouts": 1, BFLOAT16: 0, "steps": 1}
-"""Of steps that is the set-up with the first rollout. Beside products of this size other warming up is small."""
+"""Warm-up turns of steps: the set-up with the first rollout. With products of this size, other warm-up is short."""
 PROMPTS, MAX_NEW_TOKENS = 4, 48
 QUICK_GROUP, QUICK_TOKENS = 2, 4
 
@@ -69,7 +69,7 @@ def measure(run: Run, name: str) -> Row:
 
 
 def chat_workload(model: Path, *, steps: int, quick: bool) -> Workload:
-    """Texts of the recipe `laptop` as chats, or without a frame where the tokenizer has no chat template."""
+    """Texts of the recipe `laptop` as chats, or as plain text if the tokenizer has no chat template."""
     tokenizer = load_tokenizer(model)
     asked = parse_config(load_recipe("flatpeak:laptop")).prompt.user
     texts = [asked.replace("{question}", each.question) for each in numbers(train_size=steps * PROMPTS).train]
@@ -94,7 +94,7 @@ def chat(tokenizer: Any, text: str) -> str:
 
 
 def parts(run: Run, work: Workload, model: Path) -> dict[str, Callable[[], Worker]]:
-    """Workers of the parts of a step, with one thread and with two."""
+    """Workers for the parts of a step, with one and with two threads."""
     return {
         name: partial(
             Worker,
@@ -108,12 +108,12 @@ def parts(run: Run, work: Workload, model: Path) -> dict[str, Callable[[], Worke
 
 
 def rollouts(run: Run, work: Workload, model: Path) -> dict[str, Callable[[], Worker]]:
-    """Workers that draw completions with weights in float32."""
+    """Workers that sample with float32 weights."""
     return engine.contenders(run, work, model, 1, ROLLOUTS)
 
 
 def rollouts_beside_bfloat16(run: Run, work: Workload, model: Path) -> dict[str, Callable[[], Worker]]:
-    """Workers that draw completions, vLLM's with weights in bfloat16."""
+    """Workers that sample; vLLM has bfloat16 weights."""
     return engine.contenders(run, work, model, 1, ["flatpeak", "vLLM, bfloat16"])
 
 

@@ -1,4 +1,4 @@
-"""Worker of `real_model`: the parts of a step on one model, each measured once per turn."""
+"""Worker of `real_model`: measures each part of a step once per turn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Timer:
     rates: dict[str, float]
 
     def measure(self, part: str, work: Callable[[], float]) -> None:
-        """Add the rates of a part whose work is done, and returned in its unit, by `work`."""
+        """Add the rates of a part; `work` does it and returns its amount."""
         cpu, wall = time.process_time(), time.perf_counter()
         done = work()
         self.rates[f"{part} cpu"] = done / (time.process_time() - cpu)
@@ -38,7 +38,7 @@ class Timer:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """A model, and the number of its weights that a token is multiplied by: below the output layer, and there."""
+    """A model, and the number of weights that multiply a token: below the output layer, and in it."""
 
     policy: Policy
     body: int
@@ -54,7 +54,7 @@ class Bench:
         return timer.rates
 
     def decode(self, timer: Timer) -> None:
-        """Read prompts, and feed tokens to a group of each; the weights are packed already."""
+        """Read prompts, and feed tokens to a group of each; the weights are packed before."""
         entries, slots = range(PROMPTS), range(PROMPTS * GROUP)
         prompts = [tokens(self.policy.vocabulary_size, PROMPT_TOKENS, seed=entry) for entry in entries]
         with self.policy.decoding(), torch.inference_mode():
@@ -80,7 +80,7 @@ class Bench:
             timer.measure("decode", lambda: feed(STEPS))
 
     def train(self) -> float:
-        """A forward and backward pass."""
+        """Run a forward and backward pass."""
         count, vocabulary = TRAINED_PROMPTS * GROUP, self.policy.vocabulary_size
         total = count * RESPONSE_TOKENS
         batch = PackedCompletions(
@@ -96,7 +96,7 @@ class Bench:
 
 
 def main() -> None:
-    """Load, report, and measure in turn."""
+    """Load, report, and measure in turns."""
     parent = ParentPipe()
     arguments = json.loads(sys.argv[1])
     torch.set_num_threads(arguments["threads"])
@@ -104,7 +104,7 @@ def main() -> None:
     head = policy.vocabulary_size * policy.head.linear.in_features
     matrices = [module.weight.numel() for module in policy.causal.modules() if isinstance(module, torch.nn.Linear)]
     bench = Bench(policy=policy, body=sum(matrices) - head, head=head)
-    bench.train()  # kernels are chosen here
+    bench.train()  # chooses the kernels
     parent.send(parameters=sum(each.numel() for each in policy.model.parameters()), computed=policy.computed_with)
     while True:
         parent.receive()
@@ -112,7 +112,7 @@ def main() -> None:
 
 
 def multiply(factor: torch.Tensor, *, times: int) -> float:
-    """Square a matrix so often; the operations in GFLOP."""
+    """Square a matrix `times` times; return the operations in GFLOP."""
     for _ in range(times):
         factor @ factor
     return times * 2 * SIDE**3 / GIGA

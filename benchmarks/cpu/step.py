@@ -1,12 +1,12 @@
-"""Whole GRPO steps: flatpeak against TRL, from the same weights, on the same prompts, one update per rollout.
+"""Whole GRPO steps of flatpeak and TRL, from the same weights, on the same prompts, with one update per rollout.
 
     python -m benchmarks.cpu.step --json FILE [--row "1M, skewed"] [--rounds 5] [--quick]
 
-All run in processes of their own with one thread, or as many as are named, through their public entry points and with
-their logs on, and take turns step by step. flatpeak decodes and trains by native kernels where it can, "flatpeak,
-torch" without. TRL runs without
-gradient checkpointing and in float32, on transformers' generate; at 1M also on transformers' continuous batching.
-Compared are response tokens per CPU-second, as flatpeak and TRL draw different answers.
+All contenders run in their own processes with one thread, or with the named number, through their public entry points
+with logging on, and take turns step by step. flatpeak decodes and trains by native kernels if they support the model;
+"flatpeak, torch" does not. TRL runs without gradient checkpointing, in float32, with transformers' generate; at 1M also
+with transformers' continuous batching. The result is response tokens per CPU-second, because flatpeak and TRL sample
+different answers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FLATPEAK: dict[str, dict[str, object]] = {
 }
 THREADED = {f"{name}, 2 threads": {**arguments, "threads": 2} for name, arguments in FLATPEAK.items()}
 UNCOUNTED = 2
-"""The set-up with the first rollout, which is no step, and then one step to warm up."""
+"""Warm-up turns: the set-up with the first rollout, which is not a step, then one step."""
 
 
 def measure(run: Run, name: str) -> Row:
@@ -46,7 +46,7 @@ def measure(run: Run, name: str) -> Row:
 
 
 def compare(run: Run, work: Workload, contenders: dict[str, dict[str, object]]) -> Row:
-    """Let the contenders train in turn on one workload."""
+    """Train the contenders in turns on one workload."""
     with model_directory(run, "model") as model:
         save_model(work, model)
         starts = {
@@ -58,7 +58,7 @@ def compare(run: Run, work: Workload, contenders: dict[str, dict[str, object]]) 
 
 
 def start(run: Run, work: Workload, model: Path, name: str, arguments: dict[str, object]) -> Callable[[], Worker]:
-    """Make a starter of one contender, with more steps than turns, so that no measured step is the last."""
+    """Make a function that starts one contender, with more steps than turns, so that no measured step is the last."""
     scratch = run.scratch / f"{name} {work.size} {work.lengths}"
     scratch.mkdir()
     shared = {"workload": asdict(work), "model": str(model), "scratch": str(scratch), **arguments}

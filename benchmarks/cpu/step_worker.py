@@ -28,8 +28,8 @@ SEED = 0
 class StepReward:
     """A reward function that measures steps: from one call to the next is exactly one step.
 
-    That is the update on one step's completions and the rollout of the next, everything in between included. The tokens
-    counted for it are the mean of the two steps'.
+    That is the update on one step's completions and the rollout of the next, with everything in between. Its number of
+    tokens is the mean of the two steps.
     """
 
     __name__ = "turns"
@@ -39,8 +39,8 @@ class StepReward:
         self.last_tokens = 0
 
     def __call__(self, completions: Sequence[str], completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-        """Score nearly every completion differently, so that no group can be skipped."""
-        if len(completion_ids) == self.completions:  # else it is flatpeak's held-out evaluation before the first step
+        """Score nearly every completion differently, so that no group is skipped."""
+        if len(completion_ids) == self.completions:  # else flatpeak's held-out evaluation before the first step
             tokens = sum(len(ids) for ids in completion_ids)
             self.parent.send(tokens=(self.last_tokens + tokens) / 2, **self.meter.stop())
             self.last_tokens = tokens
@@ -50,7 +50,7 @@ class StepReward:
 
 
 def main() -> None:
-    """Load, report, and train in turn."""
+    """Load, report, and train in turns."""
     parent, meter = ParentPipe(), Meter()
     arguments = json.loads(sys.argv[1])
     work = Workload(**arguments["workload"])
@@ -76,17 +76,17 @@ def train_flatpeak(
     rows: list[dict[str, str]],
     reward: StepReward,
 ) -> None:
-    """The public entry point, with metrics, rollout log and recorder as every run has them."""
+    """Train through the public entry point, with metrics, rollout log and recorder as in every run."""
     examples = [Example(id=row["id"], question=row["prompt"], gold="") for row in rows]
     held_out_example = Example(id="held-out", question=rows[0]["prompt"], gold="")
     settings: dict[str, Any] = arguments.get("settings", {})
-    # Where the recipe says something of the model, flatpeak loads it; else it is given the model that is loaded.
+    # If the recipe has model settings, flatpeak loads the model; otherwise it gets the loaded model.
     given: dict[str, Any] = {"model": model, "tokenizer": tokenizer}
     if "model" in settings:
         settings = merge(settings, {"model": {"path": arguments["model"], "device": "cpu"}})
         given = {}
         if "lora" in settings["model"]:
-            import peft.tuners.lora  # noqa: F401  # with bitsandbytes; TRL's trainer has loaded it too by then
+            import peft.tuners.lora  # noqa: F401  # imports bitsandbytes, as TRL's trainer does
     reward.meter.loaded()
     reward.meter.start()
     recipe = merge(
@@ -124,7 +124,8 @@ def train_trl(
     rows: list[dict[str, str]],
     reward: StepReward,
 ) -> None:
-    """The same loss, batch, optimizer and data order; TRL's own metrics, logged at every step as flatpeak's are."""
+    """Train with the same loss, batch, optimizer and data order; TRL logs its metrics at every step, as flatpeak
+    does."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -175,7 +176,7 @@ def train_trl(
 
 
 def lora_config(settings: dict[str, Any]) -> Any:
-    """The adapters that `model.lora` with these settings makes."""
+    """The adapters of `model.lora` with these settings."""
     from peft import LoraConfig
 
     return LoraConfig(

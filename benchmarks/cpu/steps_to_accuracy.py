@@ -1,10 +1,10 @@
-"""A table of accuracy by steps, of files that `time_to_accuracy` wrote for rows like "seed 0, 100 steps".
+"""A table of accuracy by steps, from files that `time_to_accuracy` wrote for rows like "seed 0, 100 steps".
 
     python -m benchmarks.cpu.steps_to_accuracy FILE... [--against groups]
 
-Of each contender over the seeds: accuracy averaged over steps 10, 20, ... and both held-out sets (mean and standard
-deviation), the difference to another contender seed by seed with a 95% interval (Student's t), the first step at 0.9 on
-the held-out set, and the accuracy at the last step. `noise` is the standard deviation of the difference between the two
+For each contender over the seeds: accuracy averaged over steps 10, 20, ... and both held-out sets (mean and standard
+deviation), the difference to another contender by seed with a 95% interval (Student's t), the first step at 0.9 on the
+held-out set, and the accuracy at the last step. `noise` is the standard deviation of the difference between the two
 sets of 500 questions, divided by the square root of 2.
 """
 
@@ -39,7 +39,7 @@ def interval(differences: Sequence[float]) -> tuple[float, float, float]:
 
 
 def noise(rows: Sequence[Mapping[str, Any]]) -> float:
-    """The standard deviation of one accuracy of 500 questions, from how far the two sets differ."""
+    """The standard deviation of one accuracy on 500 questions, from the differences between the two sets."""
     gaps = [f["accuracy"] - f["second"] for row in rows for raced in row["contenders"].values() for f in raced]
     return stdev(gaps) / math.sqrt(2)
 

@@ -1,11 +1,10 @@
-"""The cost of idle threads: updates of a small network on one and two threads, on an idle and on a busy machine.
+"""The cost of idle threads: updates of a small network on one and two threads, on an idle and a busy machine.
 
     python -m benchmarks.cpu.threads [--seconds 4] [--rounds 3] [--load 2] [--width 128]
 
-An OpenMP thread that waits either sleeps at once (OMP_WAIT_POLICY=PASSIVE, what the command line sets), spins for a
-bounded time (GOMP_SPINCOUNT) or for long (what GNU's OpenMP does by itself). `--load` is the number of endless loops
-that run beside it; 0 is an idle machine. Times are medians over the rounds, which take turns: wall and CPU
-milliseconds.
+A waiting OpenMP thread sleeps at once (OMP_WAIT_POLICY=PASSIVE, which the command line sets), spins for a bounded time
+(GOMP_SPINCOUNT), or spins for long (the default of GNU's OpenMP). `--load` is the number of endless loops that run at
+the same time; 0 is an idle machine. Times are medians over the rounds, in turns: wall and CPU milliseconds.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ BUSY_LOOP = "while True: pass"
 
 
 def main() -> None:
-    """Measure every way in turn and print a table."""
+    """Measure every setting in turns and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=4.0, help="length of one measurement (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--load", type=int, default=0, help="endless loops beside it (%(default)s)")
-    parser.add_argument("--width", type=int, default=128, help="of the network (%(default)s)")
+    parser.add_argument("--load", type=int, default=0, help="endless loops at the same time (%(default)s)")
+    parser.add_argument("--width", type=int, default=128, help="width of the network (%(default)s)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
@@ -45,7 +44,7 @@ def main() -> None:
     finally:
         for loop in loops:
             loop.kill()
-    print(f"| Width {given.width}, {given.load} loops beside it | Update, ms | CPU per update, ms |\n|---|---|---|")
+    print(f"| Width {given.width}, {given.load} endless loops | Update, ms | CPU per update, ms |\n|---|---|---|")
     for way in WAYS:
         wall, cpu = (sorted(measured[way][index] for measured in times) for index in (0, 1))
         print(f"| {way} | {median(wall):.1f} ({wall[0]:.1f} to {wall[-1]:.1f}) | {median(cpu):.1f} |")
@@ -62,7 +61,7 @@ def run_worker(way: str, seconds: float, width: int) -> tuple[float, float]:
 
 
 def measure_updates(seconds: float, width: int) -> None:
-    """Updates of six MLP blocks on 640 rows, about the shape of one of the demo's."""
+    """Updates of six MLP blocks on 640 rows, similar to an update of the demo."""
     import torch
     from torch import nn
 

@@ -1,13 +1,13 @@
-"""Time to an accuracy: the demo's task, from one SFT start, with flatpeak and with TRL.
+"""Time to an accuracy: the demo's task, from the same SFT start, with flatpeak and with TRL.
 
     python -m benchmarks.cpu.time_to_accuracy --json FILE [--row "seed 0"] [--quick]
 
 Both train the same model on the same problems with the same batch, updates per rollout, optimizer, schedule and reward,
-one thread each, and take turns of ten steps. After each ten the clock stands still while one evaluator, the same for
-both, answers the 500 held-out problems greedily. A contender is done at an accuracy of 0.9, or gives up after 200
-steps. Rows like "seed 0, 100 steps" compare accuracy by steps and not by time: all of 100 steps, with minibatches of
-groups, of completions, and of completions with three times the warm-up; their table is made by
-`python -m benchmarks.cpu.steps_to_accuracy FILE...`.
+with one thread each, in turns of ten steps. After each turn the clock stops while the same evaluator answers the 500
+held-out problems greedily. A contender finishes at an accuracy of 0.9, or gives up after 200 steps. Rows like "seed 0,
+100 steps" compare accuracy by steps instead of by time: each contender takes 100 steps, with minibatches of groups, of
+completions, and of completions with three times the warm-up. `python -m benchmarks.cpu.steps_to_accuracy FILE...`
+prints their table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flatpeak.config.load import load_recipe
 
 GOAL = 0.9
 LIMIT = 200
-"""Steps after which a contender gives up; the schedule is that of the recipe's 260."""
+"""Steps after which a contender gives up; the schedule is for the recipe's 260 steps."""
 STEPS = 100
 """Steps of the rows that compare accuracy by steps."""
 SEEDS = 10
@@ -32,7 +32,7 @@ SEEDS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A trainer, and its changes of the recipe."""
+    """A trainer, and its changes to the recipe."""
 
     trainer: str
     settings: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ DEFAULT = list(ROWS)[:3]
 
 
 def measure(run: Run, name: str) -> Row:
-    """Measure one seed of reinforcement learning; the start is the same for all."""
+    """Measure one seed of reinforcement learning; all seeds have the same start."""
     if name in BY_STEPS:
         steps = 10 if run.quick else STEPS
         return {"steps": steps, "contenders": race(run, name, STEPPED, seed=BY_STEPS[name], goal=None, limit=steps)}
@@ -64,7 +64,7 @@ def measure(run: Run, name: str) -> Row:
 def race(
     run: Run, name: str, contenders: Mapping[str, Contender], *, seed: int, goal: float | None, limit: int
 ) -> dict[str, list[Measurement]]:
-    """Measurements of each contender after every ten steps, until the goal, where there is one, or the limit."""
+    """Measurements of each contender after every ten steps, until the goal, if there is one, or the limit."""
     start = make_start(run)
     measurements: dict[str, list[Measurement]] = {contender: [] for contender in contenders}
     with ExitStack() as stack:
@@ -102,7 +102,7 @@ def make_start(run: Run) -> Path:
 
 
 def left_out() -> Sequence[str]:
-    """The rows that are measured only where they are asked for."""
+    """The rows that are measured only on request."""
     return [row for row in (*ROWS, *BY_STEPS) if row not in DEFAULT]
 
 

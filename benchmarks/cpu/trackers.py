@@ -1,11 +1,11 @@
-"""The cost of a tracker for each step of the demo: CPU time of its thread and of its library's own processes.
+"""The cost of a tracker per step of the demo: CPU time of its thread and of its library's processes.
 
     python -m benchmarks.cpu.trackers --json FILE [--rounds 7] [--quick]
 
-A round takes 20 steps of the demo's recipe, and then gives their metrics and two tables of completions to each tracker
-in turn, as a run does: through its queue, to stores on this disk, waiting until all is recorded. A tracker's share
-is that of the medians, its range from the rounds. What a run pays once for a tracker (imports, opening, closing) stands
-by itself.
+A round takes 20 steps of the demo's recipe, then gives their metrics and two tables of completions to each tracker in
+turns, as a run does: through its queue, to stores on this disk, waiting until everything is recorded. A tracker's share
+is from the medians, its range from the rounds. The costs of a tracker that a run has once (imports, opening, closing)
+are in a separate column.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from flatpeak.tracking.config import TrackingConfig
 from flatpeak.tracking.trackers import Trackers, open_trackers
 
 STEPS = 20
-"""Steps of a round, less than the demo takes in the ten seconds for which batches are gathered."""
+"""Steps of a round: fewer than the demo takes in the ten seconds for which batches are collected."""
 TABLE_EVERY = 10
-"""As `tracking.completions_every` is by default."""
+"""The default of `tracking.completions_every`."""
 SFT_STEPS = 100
-"""Steps of SFT beforehand, so that completions of a group differ."""
+"""Supervised steps before, so that the completions of a group differ."""
 PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio", "mlflow": "mlflow-skinny"}
 
 
 class RowKeeper:
-    """A recorder that keeps the rows of the latest step's completions, made only when they are asked for."""
+    """A recorder that keeps the rows of the last step's completions, created only on request."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -84,7 +84,7 @@ def measure(run: Run, name: str) -> Row:
 
 @contextmanager
 def opened(config: RunConfig, scratch: Path, once: dict[str, float]) -> Iterator[dict[str, Trackers]]:
-    """Each tracker by itself; `once` gets the CPU seconds of its opening and closing."""
+    """Each tracker separately; `once` gets the CPU seconds of opening and closing it."""
     sections: dict[str, dict[str, Any]] = {
         "wandb": {"mode": "offline"},
         "tensorboard": {},
@@ -124,7 +124,7 @@ def give(tracker: Trackers, steps: list[dict[str, float]], rows: list[dict[str, 
 
 
 def wait(tracker: Trackers) -> None:
-    """Wait, without computing, until everything is recorded and the library's own processes have caught up."""
+    """Wait, without computing, until everything is recorded and the library's processes have caught up."""
     while tracker.pending:
         time.sleep(0.1)
     time.sleep(0.5)
@@ -137,7 +137,7 @@ def cpu_seconds() -> float:
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
-        except OSError:  # gone by now
+        except OSError:  # has ended
             continue
         stats[int(path.parent.name)] = (int(fields[1]), (int(fields[11]) + int(fields[12])) / ticks)
     return time.process_time() + sum(
@@ -156,7 +156,7 @@ def descends(pid: int, stats: Mapping[int, tuple[int, float]]) -> bool:
 
 @contextmanager
 def local_stores(scratch: Path) -> Iterator[None]:
-    """Stores in a scratch directory, named by the libraries' own variables."""
+    """Stores in a scratch directory, set by the libraries' variables."""
     names = ("TRACKIO_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR")
     before, directory = {name: os.environ.get(name) for name in names}, Path.cwd()
     os.environ.update({name: str(scratch / name.lower()) for name in names})

@@ -2,11 +2,11 @@
 
     python -m benchmarks.cpu.training_pass --json FILE [--row "1M, prompt 256 and short answers"] [--rounds 5] [--quick]
 
-All three give the log-probability of every response token and the same gradient, which is asserted before anything is
-timed. Padded is transformers' own forward pass with its own attention, over rows of prompt and answer padded to the
-longest, all logits kept. Packed is flatpeak's pass with a copy of its prompt for each completion; shared is flatpeak's
-pass as it trains, each prompt once, by native kernels where they serve the model; "shared, torch" does without them.
-A process for each, with one thread or as many as are named, all in turn.
+All three compute the log-probability of every response token and the same gradient, which is asserted before timing.
+Padded is transformers' forward pass with its own attention, over rows of prompt and answer padded to the longest,
+keeping all logits. Packed is flatpeak's pass with a copy of the prompt for each completion. Shared is flatpeak's
+training pass, with each prompt once, by native kernels if they support the model; "shared, torch" does not use them.
+Each contender has a process with one thread, or with the named number, and they take turns.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ CONTENDERS: dict[str, tuple[str, str, int]] = {
     "packed": ("packed", "auto", 1),
     "padded": ("padded", "auto", 1),
 }
-"""Contender: its way, FLATPEAK_KERNELS and the number of threads."""
+"""Contender: its kind, FLATPEAK_KERNELS and the number of threads."""
 TOLERANCE = 1e-6
-"""Of the largest entry of a gradient, all multiplied by one library: that packing changes nothing is what is
-asserted, and two libraries round differently."""
+"""Tolerance relative to the largest entry of a gradient. One library computes all products for this check, because it
+tests packing, and two libraries round differently."""
 UNCOUNTED = 1
 
 
 def measure(run: Run, name: str) -> Row:
-    """Measure one size and shape in all ways."""
+    """Measure one size and shape with all contenders."""
     size, shape = ROWS[name]
     work = workload(size, "uniform, long prompts", prompts=PROMPTS)
     with model_directory(run, name) as model:
@@ -71,7 +71,7 @@ def measure(run: Run, name: str) -> Row:
 
 
 def gradient_differences(files: Mapping[str, Path]) -> dict[str, float]:
-    """Each way's largest difference from the padded gradient, as a fraction of that one's largest entry."""
+    """Each contender's largest difference from the padded gradient, relative to the latter's largest entry."""
     gradients = {contender: load_file(file) for contender, file in files.items()}
     padded = gradients.pop("padded")
     largest = max(float(entry.abs().max()) for entry in padded.values())

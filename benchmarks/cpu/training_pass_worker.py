@@ -1,4 +1,4 @@
-"""Worker of `training_pass`: forward and backward of one batch in one of three ways, its gradient saved first."""
+"""Worker of `training_pass`: forward and backward of one batch in one of three ways; it first saves the gradient."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SHAPES = {
 
 
 def main() -> None:
-    """Load, run once to save the gradient, report, and work in turn."""
+    """Load, run once to save the gradient, report, and work in turns."""
     parent, meter = ParentPipe(), Meter()
     arguments = json.loads(sys.argv[1])
     work = Workload(**arguments["workload"])
@@ -54,7 +54,7 @@ def main() -> None:
     weights_T = torch.rand(len(batch.tokens_T), generator=torch.Generator().manual_seed(0)) - 0.5
     logprobs = METHODS[arguments["contender"]]
     with torch.no_grad():
-        logprobs(policy, batch)  # kernels are chosen in the first pass, and layers exchanged by the library of then
+        logprobs(policy, batch)  # the first pass chooses kernels and replaces layers
     meter.loaded()
     with multiplied_by_mkl():
         (logprobs(policy, batch) * weights_T).sum().backward()
@@ -71,7 +71,7 @@ def main() -> None:
 
 @contextmanager
 def multiplied_by_mkl() -> Iterator[None]:
-    """Products as transformers computes them, for the gradient that is compared; what is timed is left alone."""
+    """Use transformers' products for the compared gradient only, not for the timed passes."""
     before = os.environ.get(SETTING)
     os.environ[SETTING] = "mkl"
     onednn_is_faster.cache_clear()
@@ -85,12 +85,12 @@ def multiplied_by_mkl() -> Iterator[None]:
 
 
 def shared(policy: Policy, batch: Batch) -> Tensor:
-    """The pass of flatpeak's training, each prompt once."""
+    """Run flatpeak's training pass, with each prompt once."""
     return policy.token_logprobs(batch, temperature=1.0)[0]
 
 
 def packed(policy: Policy, batch: Batch) -> Tensor:
-    """The same pass over the same completions, each with a prompt of its own."""
+    """Run the same pass over the same completions, each with its own copy of the prompt."""
     alone = replace(
         batch,
         prompts=tuple(batch.prompts[prompt] for prompt in batch.prompt_N.tolist()),
@@ -100,7 +100,7 @@ def packed(policy: Policy, batch: Batch) -> Tensor:
 
 
 def padded(policy: Policy, batch: Batch) -> Tensor:
-    """transformers' own forward pass over [N, L] and all its logits."""
+    """Run transformers' forward pass over [N, L] with all logits."""
     answers = batch.tokens_T.split(batch.lengths_N.tolist())
     rows = [
         torch.cat([torch.tensor(batch.prompts[prompt]), answer])

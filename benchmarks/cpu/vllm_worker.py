@@ -1,4 +1,4 @@
-"""Worker of `engine`: samples with vLLM, in the Python that has it, where flatpeak is not installed."""
+"""Worker of `engine`: samples with vLLM, in a Python without flatpeak."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.harness.workloads import Workload, prompt_ids
 
 
 def main() -> None:
-    """Load, report, and sample in turn."""
+    """Load, report, and sample in turns."""
     parent, meter = ParentPipe(), Meter()
     arguments = json.loads(sys.argv[1])
     work = Workload(**arguments["workload"])
@@ -33,11 +33,11 @@ def main() -> None:
     parent.send(vllm=vllm.__version__, torch=torch.__version__, threads=torch.get_num_threads())
     while True:
         step = parent.receive()["round"]
-        # Weights move between the steps of a training: what is cached of them is of no use in the next.
+        # Weights change between training steps, so a cache of their results is useless in the next step.
         engine.reset_prefix_cache()
         asked = [{"prompt_token_ids": ids} for ids in prompt_ids(work, step)]
-        # The sampled token's log-probability; no text, which vLLM would otherwise decode token by token. A seed of each
-        # request's own is not to be had on a CPU; the engine's stays.
+        # The log-probability of the sampled token, and no text, which vLLM would decode token by token. On a CPU vLLM
+        # does not support a seed per request, so the engine's seed is used.
         sampling = SamplingParams(
             n=work.group, temperature=1.0, max_tokens=work.limits.cap, logprobs=0, detokenize=False
         )

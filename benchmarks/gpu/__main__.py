@@ -1,18 +1,18 @@
-"""flatpeak on one GPU: decoding, training, whole steps, gradient regularization, and the same step by TRL.
+"""flatpeak on one GPU: decoding, training, whole steps, gradient regularization, and the same step with TRL.
 
     python -m benchmarks.gpu --json FILE [--part decode ...] [--minutes 8] [--device cuda] [--tiny]
 
-Models have Qwen2.5's shapes and random weights in bfloat16. Each part writes its rows as it goes and stops before its
-minutes are over; what there was no time or memory for is listed with the reason. `roofline` measures what the other
-parts' percentages refer to, so it always runs first. `--device cpu --tiny` runs every part in seconds: that shows that
-the script works, and nothing else.
+Models have Qwen2.5's shapes and random weights in bfloat16. Each part writes each row at once and stops before its time
+limit; rows without enough time or memory are listed with the reason. `roofline` measures the reference of the other
+parts' percentages, so it always runs first. `--device cpu --tiny` runs every part in seconds, only to show that the
+script works.
 
     roofline  read and copy bandwidth, matrix products
     decode    tokens per second and milliseconds per token of the rollout engine, against the ceiling
-    train     an update on 16k and 32k packed tokens, with recomputed activations and shared prompts or without
-    step      whole GRPO steps: rollout, update, and how far the sampler's log-probs are from the trainer's
-    gr        an update with gradient regularization against a plain one
-    trl       the same step by TRL, where it is installed
+    train     an update on 16k and 32k packed tokens, with and without recomputed activations and shared prompts
+    step      whole GRPO steps: rollout, update, and the difference between the sampler's and the trainer's log-probs
+    gr        an update with gradient regularization and one without
+    trl       the same step with TRL, if it is installed
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from flatpeak.runs.manifest import describe_start
 
 
 def roofline(bench: Bench) -> None:
-    """Bandwidth over arrays far larger than any cache, and a large square product."""
+    """Measure bandwidth over arrays far larger than any cache, and a large square product."""
     numbers = 2**22 if bench.tiny else 2**31
     side = 256 if bench.tiny else 8192
 
@@ -74,13 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, help="the file to write")
     parser.add_argument("--part", action="append", choices=list(MEASURE), help="only this part; may be repeated")
-    parser.add_argument("--minutes", type=float, default=8.0, help="for each part (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="minutes per part (%(default)s)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to see that everything works")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to check that everything works")
     given = parser.parse_args(arguments)
     if given.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("no GPU here: --device cpu --tiny shows that the script works")
+        raise SystemExit("no GPU: use --device cpu --tiny to check the script")
     content: dict[str, Any] = {
         "facts": describe_start([Path(sys.executable).name, "-m", "benchmarks.gpu", *(arguments or sys.argv[1:])]),
         "dtype": given.dtype,

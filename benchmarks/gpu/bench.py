@@ -1,4 +1,4 @@
-"""Measuring on a GPU: rows, the time that is left, medians, memory."""
+"""Measurement on a GPU: rows, remaining time, medians, memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.harness.runner import Row, say
 
 
 class OutOfTimeError(Exception):
-    """The part's minutes are nearly over."""
+    """Raised if the part's time is nearly over."""
 
 
 @dataclass(kw_only=True)
@@ -41,7 +41,7 @@ class Bench:
         self.rows, self.longest, self.began = [], 0.0, time.perf_counter()
 
     def row(self, name: str, measure: Callable[[], Row], *, like_the_others: bool = True) -> None:
-        """Measure and keep one row, if there is time; `like_the_others`: for one as long as the part's longest."""
+        """Measure and keep one row, if there is time; `like_the_others`: it takes up to as long as the longest row."""
         started = time.perf_counter()
         say(f"  {name}")
         try:
@@ -58,7 +58,7 @@ class Bench:
         self.save()
 
     def check(self, needs: float) -> None:
-        """Raise OutOfTimeError where the part has fewer seconds left."""
+        """Raise OutOfTimeError if the part has less time left."""
         if time.perf_counter() - self.began + needs > self.seconds:
             raise OutOfTimeError(f"not enough of the part's {self.seconds:.0f} s was left")
 
@@ -71,7 +71,7 @@ class Bench:
         return time.perf_counter() - started
 
     def typical(self, run: Callable[[], Any], *, times: int, warm_ups: int = 1) -> float:
-        """Median seconds, for as many of `times` as there is time for."""
+        """Median seconds of up to `times` calls, as time allows."""
         warm = [self.timed(run) for _ in range(warm_ups)]
         taken: list[float] = []
         for _ in range(times):

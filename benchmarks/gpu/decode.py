@@ -18,9 +18,9 @@ from flatpeak.rollout.engine import NativeEngine
 from flatpeak.types import Example, Prompt, SamplingParams
 
 SHORT, LONG = 16, 144
-"""Tokens of the two rollouts whose difference is decoding alone."""
+"""Tokens of two rollouts whose difference is decoding alone."""
 HEADROOM = 0.85
-"""Of the device's memory, what weights, keys and values may take."""
+"""The share of the device's memory for weights, keys and values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +39,12 @@ class Point:
 
     @property
     def prompt(self) -> int:
-        """Tokens, so that the mean context while the LONG - SHORT later tokens are drawn is `context`."""
+        """Prompt tokens that make `context` the mean context of the last LONG - SHORT tokens."""
         return self.context - (SHORT + LONG) // 2
 
 
 def grid() -> list[Point]:
-    """The goals of the plan first: what there is no time for is at the end."""
+    """All points, the goals of the plan first, because time may run out before the last."""
     goals = [
         Point(size="1.5B", batch=64, context=512),
         Point(size="1.5B", batch=256, context=512),
@@ -61,7 +61,7 @@ def grid() -> list[Point]:
 
 
 def measure_decode(bench: Bench) -> None:
-    """Model by model, in the order of the grid; then attention alone."""
+    """Measure model by model, in the order of the grid, then attention alone."""
     points = grid()
     if bench.tiny:
         points = [
@@ -89,7 +89,8 @@ def measure_decode(bench: Bench) -> None:
 
 
 def decode_row(bench: Bench, policy: Policy, point: Point) -> Row:
-    """The engine's time for LONG tokens less that for SHORT ones, all prompts read and all completions returned."""
+    """Measure the engine's time for LONG tokens minus that for SHORT, with all prompts read and completions
+    returned."""
     shape = SHAPES[point.size]
     assert bench.peaks is not None
     numbers = shape.kv_numbers * (point.batch * LONG + point.batch // point.group * point.prompt)
@@ -138,9 +139,9 @@ def decode_row(bench: Bench, policy: Policy, point: Point) -> Row:
 
 
 def attention_row(bench: Bench, batch: int, context: int) -> Row:
-    """One layer of the 1.5B shape, half of the context a prompt shared by 16 slots.
+    """Measure one layer of the 1.5B shape, where a prompt shared by 16 slots is half of the context.
 
-    Gigabytes per second count what has to be read: own keys and values, and every prompt's once.
+    Gigabytes per second count the necessary reads: each slot's keys and values, and each prompt's once.
     """
     shape = SHAPES["tiny" if bench.tiny else "1.5B"]
     group, half = min(16, batch), context // 2

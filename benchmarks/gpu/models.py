@@ -1,4 +1,4 @@
-"""Models of the GPU benchmark: Qwen2.5's shapes with random weights, and their limits on the hardware."""
+"""Models of the GPU benchmark: Qwen2.5's shapes with random weights, and the hardware's limits for them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from benchmarks.harness.workloads import EOS, PAD
 from flatpeak.policy.model import Policy
 
 NEVER = -1e4
-"""A bias on the end-of-sequence logit that no random logit makes up for."""
+"""A bias on the end-of-sequence logit that no random logit can offset."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The numbers in the published config.json."""
+    """The numbers of the published config.json."""
 
     hidden: int
     intermediate: int
@@ -29,7 +29,7 @@ class Shape:
     kv_heads: int
     vocabulary: int
     tied: bool
-    """Whether the output layer is the embedding."""
+    """Whether the output layer is tied to the embedding."""
 
     @property
     def head_dim(self) -> int:
@@ -63,7 +63,7 @@ SHAPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """The rates that the device reached in the part `roofline`."""
+    """The rates of the device in the part `roofline`."""
 
     bytes_per_second: float
     flops_per_second: float
@@ -71,9 +71,9 @@ class Peaks:
 
 
 def decode_ceiling(shape: Shape, peaks: Peaks, *, batch: int, group: int, prompt: float, own: float) -> float:
-    """Tokens per second if only weights, keys and values were read (a group's prompt once), or only products done.
+    """Tokens per second limited by reading weights, keys and values (a group's prompt once), or by products.
 
-    `own` is the mean number of a completion's own tokens while it is decoded.
+    `own` is the mean number of a completion's tokens while it is decoded.
     """
     parameters = shape.layer_parameters + shape.head_parameters
     matmul_seconds = max(
@@ -84,10 +84,10 @@ def decode_ceiling(shape: Shape, peaks: Peaks, *, batch: int, group: int, prompt
 
 
 def training_flops(shape: Shape, *, prompts: list[int], responses: list[list[int]], shared: bool) -> float:
-    """Operations of one forward and backward pass, nothing recomputed.
+    """Operations of one forward and backward pass without recomputation.
 
-    `responses[p]` are the lengths of the completions of prompt p.
-    Without sharing a prompt is read once per completion. The output layer is needed for response tokens only.
+    `responses[p]` are the lengths of the completions of prompt p. Without sharing, a prompt is read once per
+    completion. The output layer computes response tokens only.
     """
     tokens = pairs = scored = 0.0
     for prompt, lengths in zip(prompts, responses, strict=True):
@@ -100,10 +100,10 @@ def training_flops(shape: Shape, *, prompts: list[int], responses: list[list[int
 
 
 def build_model(size: str, *, device: str, dtype: torch.dtype, mean_length: float | None, longest: int) -> Any:
-    """Random weights, and a bias on the end-of-sequence logit.
+    """A model with random weights, and a bias on the end-of-sequence logit.
 
-    The bias ends completions with probability of about 1 / mean_length at each token, so that their lengths are skewed
-    like real ones (geometric) and the same for every contender; None: they never end by themselves.
+    The bias ends completions with a probability of about 1 / mean_length at each token, so that their lengths are
+    skewed like real ones (geometric) and the same for every contender; None: they never end before the limit.
     """
     shape = SHAPES[size]
     config = Qwen2Config(
@@ -123,7 +123,7 @@ def build_model(size: str, *, device: str, dtype: torch.dtype, mean_length: floa
     with torch.device(device):
         model = Qwen2ForCausalLM._from_config(config, dtype=dtype)
         bias = torch.zeros(shape.vocabulary, dtype=dtype)
-    # A logit is the product of a normed state and a row of weights: normal, with this variance.
+    # A logit is the product of a normalized state and a row of weights: normal, with this variance.
     variance = shape.hidden * config.initializer_range**2
     bias[EOS] = NEVER if mean_length is None else math.log(shape.vocabulary / mean_length) + variance / 2
     model.lm_head.bias = nn.Parameter(bias, requires_grad=False)
@@ -131,9 +131,9 @@ def build_model(size: str, *, device: str, dtype: torch.dtype, mean_length: floa
 
 
 def build_policy(size: str, *, device: str, dtype: torch.dtype, mean_length: float | None, longest: int) -> Policy:
-    """The model with flatpeak's attention; RuntimeError where flatpeak would fall back to something else."""
+    """The model with flatpeak's attention; RuntimeError if flatpeak would use a fallback."""
     model = build_model(size, device=device, dtype=dtype, mean_length=mean_length, longest=longest)
     policy = Policy(model, word_tokenizer(SHAPES[size].vocabulary))
     if not policy.native:
-        raise RuntimeError(f"the native engine does not serve this model here: {policy.notice}")
+        raise RuntimeError(f"the native engine does not support this model here: {policy.notice}")
     return policy

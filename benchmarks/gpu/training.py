@@ -40,7 +40,7 @@ class Sizes:
     """Mean tokens of a prompt."""
     cap: int
     mean: float
-    """Mean tokens of a completion, were there no cap."""
+    """Mean tokens of a completion without a cap."""
     pack: int
     """Tokens of a micro-batch."""
     steps: int
@@ -54,7 +54,7 @@ def step_sizes(bench: Bench) -> Sizes:
 
 
 def random_prompts(sizes: Sizes, *, step: int) -> list[Prompt]:
-    """Other words in every step; lengths within a quarter of the mean."""
+    """Different words in every step; lengths within a quarter of the mean."""
     draw = random.Random(f"{sizes} {step}")
     quarter = sizes.prompt // 4
     prompts = []
@@ -67,7 +67,7 @@ def random_prompts(sizes: Sizes, *, step: int) -> list[Prompt]:
 
 
 def packed_groups(tokens: int, *, prompt: int, group: int, vocabulary: int) -> list[Group]:
-    """Random groups of `tokens` tokens together; completions about as long as prompts, lognormal."""
+    """Random groups of `tokens` tokens in total; completions are about as long as prompts, lognormal."""
     draw = random.Random(tokens)
     count = max(1, round(tokens / (prompt * (1 + group))))
     raw = [[draw.lognormvariate(0, 0.6) for _ in range(group)] for _ in range(count)]
@@ -89,12 +89,12 @@ def packed_groups(tokens: int, *, prompt: int, group: int, vocabulary: int) -> l
 
 
 def apart(groups: Sequence[Group]) -> list[Group]:
-    """Every completion with a prompt of its own: nothing is shared."""
+    """Every completion with its own prompt, so that nothing is shared."""
     return [Group(prompt=group.prompt, completions=(one,)) for group in groups for one in group.completions]
 
 
 def as_batch(groups: Sequence[Group], device: torch.device, *, seed: int = 0) -> Batch:
-    """One minibatch of all completions, with advantages of random sign so that all of them take part."""
+    """A minibatch of all completions, with advantages of random sign so that all of them have gradients."""
     valid_PG = torch.ones(len(groups), len(groups[0].completions), dtype=torch.bool)
     completions = collate(groups, valid_PG, device=device)
     rewards_PG = torch.rand(valid_PG.shape, generator=torch.Generator().manual_seed(seed))
@@ -126,7 +126,7 @@ def learner(policy: Policy, *, pack: int, **regularization: Any) -> Learner:
 
 
 def measure_train(bench: Bench) -> None:
-    """One micro-batch per update, so that the figures are those of a full pack."""
+    """Measure one micro-batch per update, so that a pack is full."""
     size = "tiny" if bench.tiny else "1.5B"
     held: list[Policy] = []
     for tokens in (128, 256) if bench.tiny else (16_384, 32_768):
@@ -144,7 +144,7 @@ def measure_train(bench: Bench) -> None:
 
 
 def train_row(bench: Bench, policy: Policy, size: str, tokens: int, *, shared: bool, recompute: bool) -> Row:
-    """`tokens` counts every prompt once; without sharing, the same completions are packed with a prompt each."""
+    """`tokens` counts every prompt once; without sharing, each completion is packed with its own prompt."""
     assert bench.peaks is not None
     shape = SHAPES[size]
     prompt, group = (16, 4) if bench.tiny else (512, 8)
@@ -170,7 +170,7 @@ def train_row(bench: Bench, policy: Policy, size: str, tokens: int, *, shared: b
 
 
 def measure_step(bench: Bench) -> None:
-    """Rollout, advantages and one update, a few times after one that is not counted."""
+    """Measure rollout, advantages and one update a few times, after a warm-up step."""
     sizes = step_sizes(bench)
     state: dict[str, Any] = {}
 
@@ -195,7 +195,8 @@ def measure_step(bench: Bench) -> None:
 
 
 def one_step(bench: Bench, sizes: Sizes, engine: NativeEngine, trained: Learner, step: int) -> Row:
-    """A step's seconds by phase, and the sampler's log-probs against the trainer's, taken before the update."""
+    """A step's seconds by phase, and the difference between the sampler's and the trainer's log-probs before the
+    update."""
     policy, drawn = trained.policy, []
     sampling = SamplingParams(max_new_tokens=sizes.cap)
     prompts = random_prompts(sizes, step=step)
@@ -217,7 +218,7 @@ def one_step(bench: Bench, sizes: Sizes, engine: NativeEngine, trained: Learner,
         "rollout_seconds": rollout,
         "collate_seconds": collating,
         "update_seconds": update,
-        "step_seconds": whole,  # flatpeak uses the sampler's log-probs: scoring is measured, and is no part of a step
+        "step_seconds": whole,  # without scoring: flatpeak uses the sampler's log-probs
         "score_seconds": scoring,
         "rollout_tokens_per_second": tokens / rollout,
         "response_tokens_per_second": tokens / whole,
@@ -229,7 +230,7 @@ def one_step(bench: Bench, sizes: Sizes, engine: NativeEngine, trained: Learner,
 
 
 def measure_gr(bench: Bench) -> None:
-    """The same update plainly and with the penalty; the ratio is what regularization costs."""
+    """Measure the same update with and without the penalty; the ratio is the cost of regularization."""
     for size in ("tiny",) if bench.tiny else ("0.5B", "1.5B"):
 
         def measure(size: str = size) -> Row:

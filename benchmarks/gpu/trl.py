@@ -1,4 +1,4 @@
-"""The part `trl` of the GPU benchmark: the step of the part `step` by TRL, with its two ways of generating."""
+"""The part `trl` of the GPU benchmark: the step of the part `step` with TRL, with two ways of generating."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from benchmarks.harness.workloads import as_text
 class StepClock:
     """A reward function that is called once per step: from one call to the next is exactly one step.
 
-    The response tokens of such a step are the mean of the two batches of completions: one is trained on, one drawn.
+    The response tokens of a step are the mean of two batches of completions: one is trained on, the other is sampled.
     """
 
     __name__ = "clock"
 
     def __init__(self, bench: Bench, *, until: float) -> None:
-        """`until`: the time that no step may run past."""
+        """`until`: the time limit for all steps."""
         self.bench, self.until = bench, until
         self.calls: list[tuple[float, int]] = []
 
@@ -39,7 +39,7 @@ class StepClock:
         return [sum(ids) % 97 / 97 for ids in completion_ids]
 
     def rows(self) -> list[Row]:
-        """Every step but the first, which compiles and allocates."""
+        """Every step except the first, which compiles and allocates."""
         steps = []
         for (began, before), (ended, after) in list(zip(self.calls, self.calls[1:], strict=False))[1:]:
             tokens = (before + after) / 2
@@ -54,14 +54,14 @@ class StepClock:
 
 
 def measure_trl(bench: Bench) -> None:
-    """One row per way of generating; steps that there was time for."""
+    """Measure one row per way of generating, with as many steps as time allows."""
     if find_spec("trl") is None:
         bench.row("TRL", lambda: {"skipped": "trl is not installed"})
         return
     sizes = step_sizes(bench)
     bench.row("generate", lambda: trl_row(bench, sizes, batching=False, until=bench.began + bench.seconds / 2))
     if bench.device == "cpu":
-        bench.row("continuous batching", lambda: {"skipped": "on a CPU it claims all of the memory"})
+        bench.row("continuous batching", lambda: {"skipped": "on a CPU it reserves all memory"})
         return
     bench.row(
         "continuous batching",
@@ -71,20 +71,20 @@ def measure_trl(bench: Bench) -> None:
 
 
 def trl_row(bench: Bench, sizes: Sizes, *, batching: bool, until: float) -> Row:
-    """Four steps at most, of which the first is not counted."""
+    """Run at most four steps; the first is not counted."""
     clock = StepClock(bench, until=until)
     stopped = None
     with TemporaryDirectory(prefix="flatpeak-bench-") as scratch:
         trainer = build_trainer(bench, sizes, clock, scratch, batching=batching)
         try:
             trainer.train()
-        except Exception as error:  # out of time or memory, or a way of generating that does not work here
+        except Exception as error:  # out of time or memory, or generation that does not work here
             stopped = f"{type(error).__name__}: {str(error).partition('. ')[0]}"
     return {"trl": version("trl"), "steps": clock.rows(), "stopped": stopped, **bench.memory()}
 
 
 def build_trainer(bench: Bench, sizes: Sizes, clock: StepClock, scratch: str, *, batching: bool) -> Any:
-    """The same model, prompts, lengths, optimizer and loss; activations recomputed, TRL's default."""
+    """The same model, prompts, lengths, optimizer and loss, with recomputed activations, TRL's default."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -109,7 +109,7 @@ def build_trainer(bench: Bench, sizes: Sizes, clock: StepClock, scratch: str, *,
         lr_scheduler_type="constant",
         beta=0.0,
         temperature=1.0,
-        bf16=False,  # the weights are in bfloat16 already
+        bf16=False,  # the weights are already in bfloat16
         use_cpu=bench.device == "cpu",
         gradient_checkpointing=not bench.tiny,
         shuffle_dataset=False,

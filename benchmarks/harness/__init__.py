@@ -1,1 +1,1 @@
-"""Measuring, comparing and reporting, for every benchmark."""
+"""Measurement, comparison and reports for all benchmarks."""

@@ -1,4 +1,4 @@
-"""Bytes that collectives move in a step of training: counted as they are called, and computed from the model's size."""
+"""Bytes that collectives move in a training step: counted at the calls, and computed from the model's size."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ COLLECTIVES = {
     "reduce_scatter": "reduce_scatter",
     "broadcast": "broadcast",
 }
-"""Kinds by a part of an operation's name, in c10d and in its functional form."""
+"""Kinds by a part of the operation's name, in c10d and in its functional form."""
 VALUES = "values"
-"""The kind of everything that is not floating-point: pickled values, flags."""
+"""The kind of everything except floating-point tensors: pickled values, flags."""
 BYTES = 4
-"""Of a float32 weight or gradient."""
+"""Bytes of a float32 weight or gradient."""
 
 
 class CountedCollectives(TorchDispatchMode):
-    """A context that adds up the payload of every collective called in it, by kind.
+    """A context that sums the payloads of all collectives called in it, by kind.
 
-    A payload is the whole tensor that a collective is about: the one that is reduced, or that is gathered or scattered
-    in all. torch dispatches collectives like other operations, those of FSDP2 and of pickled values included.
+    A payload is the whole tensor of a collective: the reduced tensor, or the total that is gathered or scattered. torch
+    dispatches collectives like other operations, including those of FSDP2 and of pickled values.
     """
 
     def __init__(self) -> None:
@@ -54,25 +54,25 @@ class CountedCollectives(TorchDispatchMode):
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """The model and the passes of a step, of which its traffic follows."""
+    """The model and the passes of a step, which determine its traffic."""
 
     strategy: str
     weights: int
-    """Of the whole model, all of them trained, in float32."""
+    """Weights of the whole model, all trained, in float32."""
     root: int
-    """Of them outside of the decoder layers: the root stays gathered between a forward and its backward pass."""
+    """Weights outside the decoder layers: the root stays gathered between a forward and its backward pass."""
     updates: int
-    """Passes over a minibatch, a second one by gradient regularization included."""
+    """Passes over a minibatch, including a second pass by gradient regularization."""
     micro_batches: int
-    """Forward and backward passes of a step in all."""
+    """Forward and backward passes of a step in total."""
     outside: int = 0
-    """Weights that gradient regularization leaves as they are: its second passes compute no gradient of them."""
+    """Weights that gradient regularization does not perturb: its second passes compute no gradients for them."""
     requests: int = 1
     """Requests for completions."""
 
     def payloads(self) -> Mapping[str, int]:
         """Bytes by kind of collective."""
-        second = 0.5 if self.outside else 0.0  # of all passes
+        second = 0.5 if self.outside else 0.0  # the share of passes
         trained = BYTES * round(self.weights - second * self.outside)
         if self.strategy == "ddp":
             return {"all_reduce": trained * self.updates}

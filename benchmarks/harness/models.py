@@ -1,4 +1,4 @@
-"""Random models and word tokenizers of workloads, saved so that transformers, TRL and vLLM all read them."""
+"""Random models and word tokenizers of workloads, saved for transformers, TRL and vLLM."""
 
 from __future__ import annotations
 

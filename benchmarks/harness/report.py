@@ -1,9 +1,9 @@
-"""The report: measurements written into RESULTS.md.
+"""The report: writes measurements into RESULTS.md.
 
     python -m benchmarks.harness.report FOLDER [--into FILE]
 
-FOLDER holds the benchmarks' JSON files. A benchmark's text stands between two comments that name it; only what is
-between them is replaced, so that words written around it stay, as do benchmarks that FOLDER has nothing of.
+FOLDER has the benchmarks' JSON files. A benchmark's text is between two comments with its name; only this text is
+replaced. Text around it, and benchmarks without a file in FOLDER, do not change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COMMIT_DIGITS = 10
 
 
 def main() -> None:
-    """Render every benchmark that there is a file of."""
+    """Render every benchmark that has a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--into", type=Path, default=RESULTS)
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def render(content: Mapping[str, Any]) -> str:
-    """A benchmark's table, with what it was measured on and how to measure it again."""
+    """A benchmark's table, with the conditions of the measurement and the command to repeat it."""
     benchmark = content["part"]
     pieces = [
         described(benchmark),
@@ -57,13 +57,13 @@ def described(benchmark: str) -> str:
 
 
 def command(arguments: list[str]) -> str:
-    """Write the command for a reader, without the folders of result and model."""
+    """The command for readers, without the folders of results and model."""
     words = [Path(word).name if "/" in word else word for word in arguments]
     return " ".join(f'"{word}"' if " " in word else word for word in words)
 
 
 def measured_on(content: Mapping[str, Any]) -> str:
-    """Day, commit, hardware, threads, versions, and how long it took."""
+    """Day, commit, hardware, threads, versions, and duration."""
     facts = content["facts"]
     hardware, versions = facts["hardware"], dict(facts["versions"])
     for row in content["rows"]:

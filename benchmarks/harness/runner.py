@@ -1,4 +1,4 @@
-"""One benchmark's run: its command line, the facts of a measurement, and the file it is written to."""
+"""A run of a benchmark: its command line, the facts of a measurement, and its file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 from flatpeak.runs.manifest import describe_start
 
 Row = dict[str, Any]
-"""One line of a table: `name`, `contenders` with their measurements, and what else the benchmark reports."""
+"""One line of a table: `name`, `contenders` with their measurements, and other results of the benchmark."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +27,11 @@ class Run:
     rows: list[str]
     repeats: int
     scratch: Path
-    """A directory that is deleted in the end."""
+    """A directory that is deleted at the end."""
     quick: bool = False
-    """Whether it is only to be seen that everything works."""
+    """Whether to check only that everything works."""
     model: str = ""
-    """What the command names as the model, of a benchmark that asks for one."""
+    """The model in the command, for benchmarks that need one."""
 
     def log(self, *names: str) -> Path:
         """The path of a file for a worker's output."""
@@ -49,9 +49,9 @@ def main(
     left_out: Sequence[str] = (),
     model: str | None = None,
 ) -> list[Row]:
-    """Parse the command line, measure row by row, and write the file after each: a stop loses one row at most.
+    """Parse the command line, measure row by row, and write the file after each, so that a stop loses at most one row.
 
-    Rows that are `left_out` are measured only where they are asked for. `model` is the help of a command's MODEL.
+    Rows in `left_out` are measured only on request. `model` is the help text of the argument MODEL.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if model:
@@ -61,7 +61,7 @@ def main(
     parser.add_argument("--json", type=Path, required=True, help="the file to write")
     parser.add_argument("--rounds", type=int, dest="repeats", default=repeats, help="counted rounds (%(default)s)")
     parser.add_argument("--row", action="append", choices=rows, help="only this row; may be repeated")
-    parser.add_argument("--quick", action="store_true", help="few rows and two rounds: shows that everything works")
+    parser.add_argument("--quick", action="store_true", help="few rows and two rounds, to check that everything works")
     given = parser.parse_args()
     chosen = given.row or list(quick if given.quick else [row for row in rows if row not in left_out])
     content: dict[str, Any] = {"part": name, "quick": given.quick, "facts": facts(name), "rows": []}
@@ -96,7 +96,7 @@ def say(text: str) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file whole or not at all."""
+    """Write a JSON file completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Medians with their spread, ratios, and verdicts on ratios against their targets."""
+"""Medians with their ranges, ratios, and verdicts on ratios and their targets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Verdict = Literal["aim reached", "must reached", "below must", "**loses**"]
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """A median, with the smallest and largest of the single measurements."""
+    """A median, with the smallest and largest measurement."""
 
     middle: float
     low: float
@@ -22,15 +22,15 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The wanted ratio of flatpeak's number to another's."""
+    """The required ratio of flatpeak's number to another's."""
 
     must: float
     aim: float
     lower: bool = False
-    """Whether less is better: time and memory, not speed."""
+    """Whether less is better, as for time and memory."""
 
     def verdict(self, ratio: float) -> Verdict:
-        """Judge a ratio in the words of the tables; one on the wrong side of 1 loses, whatever its target."""
+        """The verdict on a ratio, as in the tables; a ratio on the wrong side of 1 loses, whatever its target."""
         sign = -1 if self.lower else 1
         if sign * ratio >= sign * self.aim:
             return "aim reached"
@@ -39,7 +39,7 @@ class Target:
         return "must reached" if sign * ratio >= sign * self.must else "below must"
 
     def verdict_on_share(self, share: float) -> Verdict:
-        """Judge a share of a whole, which does not lose by being below 1."""
+        """The verdict on a share of a whole, which does not lose by being below 1."""
         if share >= self.aim:
             return "aim reached"
         return "must reached" if share >= self.must else "below must"
@@ -61,7 +61,7 @@ def column(measurements: Sequence[Measurement], name: str) -> list[float]:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """The ratio of the medians; its range is that of the ratios within one round, as far as both took part."""
+    """The ratio of the medians; its range is of the ratios within a round, for rounds with both."""
     within = [a / b for a, b in zip(ours, theirs, strict=False)]
     return Spread(middle=median(ours) / median(theirs), low=min(within), high=max(within))
 

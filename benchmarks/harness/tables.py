@@ -84,46 +84,46 @@ class Benchmark:
 
 
 def speeds(rows: Sequence[Mapping[str, Any]], *, ours: str, wanted: Wanted) -> str:
-    """Tokens per second of every contender, and ours over theirs per CPU-second."""
+    """Tokens per second of every contender; the ratio is ours over theirs in tokens per CPU-second."""
     return _table(
         RATE_HEAD, _rate_lines(rows, ours=ours, wanted=wanted, compared=lambda measurements: rates(measurements, "cpu"))
     )
 
 
 def paces(rows: Sequence[Mapping[str, Any]], *, ours: str, wanted: Wanted) -> str:
-    """Tokens per second of every contender, and ours over theirs per second of wall time."""
+    """Tokens per second of every contender; the ratio is ours over theirs in tokens per second of wall time."""
     pace = lambda measurements: rates(measurements, "wall")  # noqa: E731
     return _table(RATE_HEAD, _rate_lines(rows, ours=ours, wanted=wanted, compared=pace))
 
 
 def peaks(rows: Sequence[Mapping[str, Any]], *, ours: str, wanted: Wanted) -> str:
-    """Tokens per second of every contender, and ours over theirs in peak memory."""
+    """Tokens per second of every contender; the ratio is ours over theirs in peak memory."""
     peak = lambda measurements: column(measurements, "peak_mib")  # noqa: E731
     return _table(RATE_HEAD, _rate_lines(rows, ours=ours, wanted=wanted, compared=peak))
 
 
 def tracker_costs(rows: Sequence[Mapping[str, Any]]) -> str:
-    """CPU time of each tracker for a step, beside the step's own."""
+    """CPU time per step of each tracker, and of the step."""
     return _table(TRACKER_HEAD, _tracker_lines(rows))
 
 
 def times(rows: Sequence[Mapping[str, Any]], *, ours: str, wanted: Wanted) -> str:
-    """Time until the goal; the ratio is that of CPU time. A last line has the medians over the starts."""
+    """Time until the goal; the ratio is of CPU time. The last line has the medians over the starts."""
     return _table(TIME_HEAD, _time_lines(rows, ours=ours, wanted=wanted))
 
 
 def engines(rows: Sequence[Mapping[str, Any]], *, ours: str) -> str:
-    """Tokens per second of every engine, and the time of a weight update apart."""
+    """Tokens per second of every engine, and separate times of weight updates."""
     return _table(ENGINE_HEAD, _engine_lines(rows, ours=ours))
 
 
 def processes(rows: Sequence[Mapping[str, Any]], *, ours: str) -> str:
-    """Seconds of a step of every contender, ours over theirs in tokens per second, and the payloads of collectives."""
+    """Seconds per step of every contender, ours over theirs in tokens per second, and the payloads of collectives."""
     return _table(PROCESS_HEAD, _process_lines(rows, ours=ours))
 
 
 def real_model(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The parts of a step beside a large product, then rollouts and whole steps beside other libraries."""
+    """The parts of a step relative to a large product, then rollouts and whole steps of all libraries."""
     parts = [row for row in rows if row["name"] == "parts"]
     others = [row for row in rows if row["name"] != "parts"]
     tables = [_table(PART_HEAD, _part_lines(row)) for row in parts]
@@ -133,7 +133,7 @@ def real_model(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _part_lines(row: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Shares of the product are by CPU time on one thread and by the clock on two, on which threads may wait."""
+    """Shares of the product: of CPU time on one thread, and of wall time on two, because threads may wait."""
     contenders: Mapping[str, Sequence[Measurement]] = row["contenders"]
     one = contenders.get("1 thread")
     for part in row["parts"]:
@@ -269,7 +269,7 @@ def _tracker_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
 
 
 def _judged(relative: Spread | None, target: Target | None, other: bool) -> list[str]:
-    """Ratio, what is wanted, and the verdict; nothing for flatpeak beside itself."""
+    """Ratio, target, and verdict; empty for flatpeak itself."""
     if not other:
         return ["", "", ""]
     if relative is None:
@@ -284,19 +284,19 @@ def _judged_share(share: Spread, target: Target) -> tuple[str, str, str]:
 
 
 def format_spread(values: Spread) -> str:
-    """Write median and range, or a single value alone."""
+    """Median and range, or a single value alone."""
     if values.low == values.high:
         return format_number(values.middle)
     return f"{format_number(values.middle)} ({format_number(values.low)} to {format_number(values.high)})"
 
 
 def format_number(value: float) -> str:
-    """Write three digits, and whole numbers from 100 on."""
+    """Three digits, or a whole number from 100 on."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def last_line(text: str) -> str:
-    """The last line of an error, for a table's cell."""
+    """The last line of an error, for a table cell."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1].replace("|", "/")[:120] if lines else "no word"
 
@@ -308,19 +308,19 @@ def _table(head: Sequence[str], lines: Iterator[list[str]]) -> str:
 
 BENCHMARKS = {
     "engine": Benchmark(
-        title="Rollouts: flatpeak's engine beside vLLM and transformers",
+        title="Rollouts: flatpeak's engine, vLLM and transformers",
         table=lambda rows: speeds(rows, ours="flatpeak", wanted=engine_target),
     ),
     "engines": Benchmark(
-        title="Rollouts by each engine, weight updates apart",
+        title="Rollouts by each engine, with separate weight updates",
         table=lambda rows: engines(rows, ours="native"),
     ),
     "step": Benchmark(
-        title="Whole GRPO steps beside TRL",
+        title="Whole GRPO steps: flatpeak and TRL",
         table=lambda rows: speeds(rows, ours="flatpeak", wanted=step_target),
     ),
     "training_pass": Benchmark(
-        title="The training pass: shared prompts beside packing and padding",
+        title="The training pass: shared prompts, packing and padding",
         table=lambda rows: speeds(rows, ours="shared", wanted=training_pass_target),
     ),
     "mixed_lengths": Benchmark(
@@ -328,30 +328,30 @@ BENCHMARKS = {
         table=lambda rows: speeds(rows, ours="together", wanted=mixed_lengths_target),
     ),
     "memory": Benchmark(
-        title="Peak memory of a whole step beside TRL",
+        title="Peak memory of a whole step: flatpeak and TRL",
         table=lambda rows: peaks(rows, ours="flatpeak", wanted=memory_target),
     ),
     "adapters": Benchmark(
-        title="Adapters and memory savers beside full training and TRL",
+        title="Adapters and memory savers, full training and TRL",
         table=lambda rows: speeds(rows, ours="flatpeak LoRA", wanted=adapters_target),
     ),
-    "trackers": Benchmark(title="What trackers cost", table=tracker_costs),
+    "trackers": Benchmark(title="The cost of trackers", table=tracker_costs),
     "ahead": Benchmark(
-        title="Rollouts ahead beside synchronous steps",
+        title="Rollouts ahead and synchronous steps",
         table=lambda rows: paces(rows, ours="ahead", wanted=lambda row, name: None),
     ),
     "distributed": Benchmark(
-        title="Two processes beside one with two threads",
+        title="Two processes, and one with two threads",
         table=lambda rows: processes(rows, ours="2 processes"),
-        threads="threads as named",
+        threads="the named number of threads",
     ),
     "real_model": Benchmark(
         title="A real model: parts of a step, rollouts and whole steps",
         table=real_model,
-        threads="one thread where none is named",
+        threads="one thread unless a number is named",
     ),
     "time_to_accuracy": Benchmark(
-        title="Time to an accuracy of 0.9 beside TRL",
+        title="Time to an accuracy of 0.9: flatpeak and TRL",
         table=lambda rows: times(rows, ours="flatpeak", wanted=time_target),
     ),
 }

@@ -1,4 +1,4 @@
-"""The ratios that are wanted of flatpeak beside others, set before anything was measured."""
+"""The ratios that flatpeak should reach against other libraries, set before any measurement."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def step_target(row: str, contender: str) -> Target | None:
 
 
 def training_pass_target(row: str, contender: str) -> Target | None:
-    """The shared pass beside the padded one."""
+    """The shared pass against the padded pass."""
     if contender != "padded":
         return None
     return Target(must=4, aim=5.5) if "256" in row else Target(must=2, aim=2.7)
 
 
 def mixed_lengths_target(row: str, contender: str) -> Target | None:
-    """Long and short prompts together, at most one and a half times their separate time."""
+    """Long and short prompts together: at most one and a half times the sum of their separate times."""
     return Target(must=0.67, aim=1.0)
 
 
@@ -47,7 +47,7 @@ def memory_target(row: str, contender: str) -> Target | None:
 
 
 def adapters_target(row: str, contender: str) -> Target | None:
-    """LoRA is no slower than training all weights, and faster than TRL's."""
+    """LoRA: not slower than training all weights, and faster than TRL's."""
     return Target(must=1.0, aim=1.2) if contender in ("flatpeak, all weights", "TRL LoRA") else None
 
 
@@ -57,7 +57,7 @@ def time_target(row: str, contender: str) -> Target | None:
 
 
 def two_threads_target(part: str) -> Target | None:
-    """A real model's part on two threads over one, by the clock; the product's own ratio is the machine's."""
+    """A real model's part on two threads over one, in wall time; the product's ratio shows the machine's limit."""
     return None if part == "product" else Target(must=1.7, aim=1.7)
 
 

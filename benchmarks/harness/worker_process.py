@@ -1,7 +1,7 @@
-"""A worker's side of a measurement: the pipe to its parent, and a meter of time and memory.
+"""A worker's side of a measurement: the pipe to its parent, and a meter for time and memory.
 
-Workers and the parent exchange lines of JSON over the worker's standard input and what was its standard output;
-whatever libraries print goes to standard error. Only the standard library is used here.
+Workers and the parent exchange lines of JSON over the worker's original standard input and output; output of libraries
+goes to standard error. This file uses only the standard library.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ class Meter:
         self._cpu = self._wall = 0.0
 
     def loaded(self) -> None:
-        """Exclude what is in memory now from the peak: imports, weights, data."""
+        """Exclude the current memory from the peak: imports, weights, data."""
         self.loaded_kib = _status("VmRSS")
 
     def start(self) -> None:
         """Start the clocks and reset the peak of memory."""
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins at what is resident now
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak to the current memory
         self._earlier_kib = 0.0
         self._wall, self._cpu = time.perf_counter(), cpu_seconds()
 
     def update(self, stage: str, *, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """Keep the peaks of a flatpeak step's phases: each of them resets the process's own.
+        """Keep the peaks of the phases of a flatpeak step, because each phase resets the process's peak.
 
-        With `notice` this makes a meter a `flatpeak.protocols.Progress`.
+        With `notice`, this makes a meter a `flatpeak.protocols.Progress`.
         """
         phases = [value for name, value in metrics.items() if name.startswith("memory/") and name.endswith("_peak_gib")]
         self._earlier_kib = max([self._earlier_kib, *(gib * 2**20 for gib in phases)])
 
     def notice(self, text: str) -> None:
-        """Print a notice to standard error, beside what libraries print."""
+        """Print a notice to standard error, like the output of libraries."""
         print(text, file=sys.stderr)
 
     def stop(self) -> dict[str, float]:
@@ -67,11 +67,11 @@ class ParentPipe:
         self._out.flush()
 
     def receive(self, *, at_end: Callable[[], object] = lambda: None) -> dict[str, Any]:
-        """Wait for the next command; the process ends, after `at_end`, when there is none left."""
+        """Wait for the next command; without another command, call `at_end` and end the process."""
         line = sys.stdin.readline()
         if not line:
             at_end()
-            os._exit(0)  # from inside a trainer's reward function there is no other way out
+            os._exit(0)  # inside a trainer's reward function, nothing else ends the process
         command: dict[str, Any] = json.loads(line)
         return command
 
@@ -102,7 +102,7 @@ def _ticks(pid: int) -> int:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields after the command's name, which may itself contain blanks; empty if the process is gone."""
+    """The fields after the command's name, which may contain blanks; empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:

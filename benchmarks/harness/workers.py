@@ -1,4 +1,4 @@
-"""The parent's side of a measurement: worker processes, of which one works at a time, and what they measured."""
+"""The parent's side of a measurement: worker processes, one of which works at a time, and their measurements."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "PYTHONUNBUFFERED": "1",
 }
-"""One thread for each worker, and no use of the network."""
+"""One thread for each worker, and no network."""
 
 
 class WorkerError(RuntimeError):
-    """A worker ended before its time; the message is the end of what it printed."""
+    """A worker that ended too early; the message is the end of its output."""
 
 
 class Worker:
-    """A process that answers one line for each line it is sent."""
+    """A process that answers each line it receives with one line."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Worker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pipe(self._process.stdin).close()  # a worker that waits for its turn ends here
+        self._pipe(self._process.stdin).close()  # this ends a worker that waits for its turn
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
@@ -82,12 +82,12 @@ class Worker:
         return message
 
     def ready(self) -> Worker:
-        """Wait until the worker has loaded everything; its first line is kept as `facts`."""
+        """Wait until the worker has loaded everything; keep its first line as `facts`."""
         self.facts = self.receive()
         return self
 
     def turn(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        """Let it work until its next line."""
+        """Let the worker run until its next line."""
         stdin = self._pipe(self._process.stdin)
         stdin.write(json.dumps(dict(command)) + "\n")
         stdin.flush()
@@ -102,9 +102,9 @@ class Worker:
 def measure_in_turn(
     starts: Mapping[str, Callable[[], Worker]], *, uncounted: int, repeats: int, say: Callable[[str], None]
 ) -> tuple[dict[str, list[Measurement]], dict[str, str], dict[str, dict[str, Any]]]:
-    """Let contenders work in turn, round after round, once all of them are loaded.
+    """Run contenders in turns, round after round, once all of them are loaded.
 
-    Returns each contender's measurements, the errors of those that failed, and what each reported when it was ready.
+    Returns each contender's measurements, the errors of those that failed, and each contender's report when ready.
     """
     measurements: dict[str, list[Measurement]] = {name: [] for name in starts}
     failures: dict[str, str] = {}

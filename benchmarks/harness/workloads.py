@@ -1,9 +1,9 @@
-"""Workloads: random models, and prompts whose answers have lengths that come from the model itself.
+"""Workloads: random models, and prompts whose answers get their lengths from the model.
 
-A fresh model gives every token about the same probability. So a vocabulary of 96 ends an answer at each token with
+A new model gives every token about the same probability. So a vocabulary of 96 ends an answer at each token with
 probability 1/96, and answers capped at 256 tokens have skewed lengths with a mean of about a third of the cap; a
-vocabulary of 512 with a cap of 128 makes nearly all answers as long as the cap. Only the standard library is used here:
-vLLM's Python has nothing of ours.
+vocabulary of 512 with a cap of 128 makes nearly all answers as long as the cap. This file uses only the standard
+library, because vLLM's Python does not have flatpeak.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FIRST_WORD = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """The shape of a Qwen2 model, output layer tied to the embeddings."""
+    """The shape of a Qwen2 model with a tied output layer."""
 
     hidden: int
     intermediate: int
@@ -45,7 +45,7 @@ class Lengths:
 
     vocabulary: int
     cap: int
-    """Most tokens of an answer."""
+    """The most tokens of an answer."""
     shortest_prompt: int
     longest_prompt: int
 
@@ -60,7 +60,7 @@ LENGTHS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model and what it is asked, by name; a real model is given what it is asked."""
+    """A model and its prompts, by name; a real model has explicit prompts."""
 
     size: str
     lengths: str
@@ -68,9 +68,9 @@ class Workload:
     """Prompts of a step."""
     group: int = GROUP
     asked: Sequence[tuple[str, list[int]]] = ()
-    """A real model's prompts, those of all steps: text and tokens."""
+    """A real model's prompts for all steps: text and tokens."""
     cap: int = 0
-    """Most tokens of a real model's answer."""
+    """The most tokens of a real model's answer."""
     eos: int = EOS
     pad: int = PAD
 
@@ -88,17 +88,17 @@ class Workload:
         return LENGTHS[self.lengths]
 
     def useful_tokens(self, sequence: list[int]) -> int:
-        """Tokens of an answer up to its end-of-sequence token, that included; what was padded on does not count."""
+        """Tokens of an answer up to and including its end-of-sequence token, without padding."""
         return sequence.index(self.eos) + 1 if self.eos in sequence else len(sequence)
 
 
 def workload(size: str, lengths: str, *, prompts: int | None = None) -> Workload:
-    """Make a workload by name, with the size's own number of prompts by default."""
+    """Make a workload by name, by default with the size's number of prompts."""
     return Workload(size=size, lengths=lengths, prompts=prompts or SIZES[size].prompts)
 
 
 def prompt_ids(work: Workload, step: int) -> list[list[int]]:
-    """The prompts of a step: other words each time, so that caching the last step's helps no contender."""
+    """The prompts of a step: different words in each step, so that caching does not help any contender."""
     if work.asked:
         return [ids for _, ids in work.asked[step * work.prompts : (step + 1) * work.prompts]]
     limits = work.limits
@@ -113,21 +113,21 @@ def prompt_ids(work: Workload, step: int) -> list[list[int]]:
 
 
 def prompt_texts(work: Workload, step: int) -> list[str]:
-    """The texts whose tokens are the prompts of a step."""
+    """The texts of the prompts of a step."""
     if work.asked:
         return [text for text, _ in work.asked[step * work.prompts : (step + 1) * work.prompts]]
     return [as_text(ids) for ids in prompt_ids(work, step)]
 
 
 def as_text(token_ids: list[int]) -> str:
-    """The words of a random model whose tokens these are."""
+    """The words of a random model for these tokens."""
     return " ".join(f"w{token}" for token in token_ids)
 
 
 def continuous_batching(work: Workload) -> dict[str, int]:
-    """Settings of transformers' continuous batching that fit the workload, the fastest of those tried.
+    """Settings of transformers' continuous batching that fit the workload; the fastest of those tried.
 
-    By itself it fills half of the machine's memory with cache, and is six times slower.
+    With its defaults it fills half of the machine's memory with cache, and is six times slower.
     """
     page = 16
     pages = -(-(work.limits.longest_prompt + work.limits.cap) // page) + 1

@@ -61,7 +61,7 @@ def test_a_healthy_machine_gets_a_page_of_lines_and_nothing_is_left(tmp_path: Pa
     assert {"runs", "cache", "hub", "extras", "vllm"} <= names
     assert not any(" -m pip " in line or "pip install" in line for line in lines)
     assert "cache          ~/hf/hub: " in done.stdout
-    assert "token by HF_TOKEN" in done.stdout
+    assert "token from HF_TOKEN" in done.stdout
     assert TOKEN not in done.stdout
     assert str(tmp_path / "home") not in done.stdout
     assert [path for folder in ("home", "work", "temporary") for path in (tmp_path / folder).rglob("*")] == []
@@ -83,7 +83,7 @@ def test_several_broken_parts_are_problems_of_their_own_in_json(tmp_path: Path, 
     assert done.returncode == 1
     problems = {one.check: one for one in findings if one.status == "problem" and "peft" not in one.text}
     assert problems["imports"].text == "jinja2 cannot be imported: OSError: half of a file"
-    assert problems["imports"].fix == "reinstall jinja2, or mend what the error names"
+    assert problems["imports"].fix == "reinstall jinja2, or fix what the error names"
     (threads,) = (one for one in findings if one.check == "threads")
     assert (threads.status, (threads.fix or "").startswith("export OMP_NUM_THREADS=")) == ("note", True)
     assert "is not a directory" in problems["runs"].text
@@ -133,7 +133,7 @@ def test_the_doctor_reports_where_typer_or_pydantic_are_damaged(
     assert (done.returncode, done.stderr) == (1, "")
     (broken,) = (one for one in findings if one.check == "imports" and one.text.startswith(name))
     assert broken.text == f"{name} cannot be imported: RuntimeError: damaged"
-    assert broken.fix == f"reinstall {name}, or mend what the error names"
+    assert broken.fix == f"reinstall {name}, or fix what the error names"
 
 
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])

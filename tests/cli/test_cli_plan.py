@@ -139,7 +139,7 @@ def test_json_of_what_does_not_fit_has_the_same_exit_code(
         (["--device-memory", "0"], "--device-memory 0: give the GB of memory that the device has"),
         (["--device-memory", "-24"], "--device-memory -24: give the GB"),
         (["--device-memory", "nan"], "--device-memory nan: give the GB"),
-        (["model.new=null"], "there is no model: set model.path"),
+        (["model.new=null"], "the recipe gives no model: set model.path"),
         (["rollout.max_new_token=4"], "did you mean rollout.max_new_tokens"),
         (["rollout.max_new_tokens=64"], "leaves no room for a prompt"),
         (["model.new=null", "model.path=./nowhere"], "model.path=./nowhere: no such directory"),

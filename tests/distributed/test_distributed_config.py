@@ -44,7 +44,7 @@ def test_a_reward_model_is_trained_in_one_process_whoever_starts_it(monkeypatch,
         flatpeak.train_reward_model(recipe, settings={"distributed.processes": 2})
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=r"trained in one process, and torchrun has started 2: leave torchrun out"):
+    with pytest.raises(UserError, match=r"trained in one process, but torchrun has started 2: do not use torchrun"):
         flatpeak.train_reward_model(recipe)
     assert not list(tmp_path.iterdir())
 

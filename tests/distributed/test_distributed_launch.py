@@ -101,7 +101,9 @@ def test_a_killed_rank_ends_the_run_with_one_message_that_names_it(ends):
     code, (message,), seconds = ends["killed"]
     assert code == 1
     assert message.startswith("rank 1 (process ")
-    assert message.endswith("was ended by SIGKILL, and the run with it: go on from its last checkpoint with --resume")
+    assert message.endswith(
+        "was ended by SIGKILL, which ended the run: continue from its last checkpoint with --resume"
+    )
     assert seconds < 30
 
 
@@ -109,7 +111,7 @@ def test_a_terminated_rank_is_named_rather_than_the_one_that_torchrun_terminates
     code, (message,), _ = ends["terminated"]
     assert code == 1
     assert message.startswith("rank 1 (process ")
-    assert "was ended by SIGTERM, and the run with it" in message
+    assert "was ended by SIGTERM, which ended the run" in message
 
 
 def test_the_exit_code_is_that_of_the_process_that_has_printed_its_error(ends):
@@ -135,7 +137,7 @@ class Failure:
         ({0: -signal.SIGTERM, 1: -signal.SIGTERM}, "rank 0 (process 7) was ended by SIGTERM"),
         ({1: -signal.SIGTERM, 0: -signal.SIGTERM}, "rank 1 (process 7) was ended by SIGTERM"),
         ({1: -signal.SIGTERM, 0: -signal.SIGKILL}, "rank 1 (process 7) was ended by SIGTERM"),
-        ({1: 3, 0: -signal.SIGTERM}, "rank 1 lost the connection to the others: go on from the last checkpoint"),
+        ({1: 3, 0: -signal.SIGTERM}, "rank 1 lost the connection to the others: continue from the last checkpoint"),
         # These have printed their errors.
         ({0: 3, 1: 1}, None),
         ({0: -signal.SIGTERM, 1: 1}, None),
@@ -150,4 +152,4 @@ def test_of_processes_that_end_at_once_the_one_is_named_that_the_others_have_los
 def test_a_lost_connection_is_named_where_no_process_has_died_first(ends):
     code, messages, _ = ends["lost"]
     assert code == 1
-    assert messages == ["rank 1 lost the connection to the others: go on from the last checkpoint with --resume"]
+    assert messages == ["rank 1 lost the connection to the others: continue from the last checkpoint with --resume"]

@@ -59,5 +59,5 @@ def test_samplers_without_a_state_leave_none() -> None:
 
 @pytest.mark.parametrize(("size", "saved"), [(1, 2), (4, 2)])
 def test_states_of_another_number_of_processes_are_refused(size: int, saved: int) -> None:
-    with pytest.raises(UserError, match=rf"in {saved} processes, and this run has {size}: resume it with {saved}"):
+    with pytest.raises(UserError, match=rf"in {saved} processes, but this run has {size}: resume it with {saved}"):
         checked_sampler_state({"ranks": [{"count": 1}] * saved}, Ranks(size=size))

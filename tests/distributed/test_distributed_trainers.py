@@ -267,4 +267,4 @@ def test_autocast_that_swallows_the_perturbation_is_refused_on_both_ranks(way: W
 
 def test_bf16_under_fsdp2_is_refused_at_float32_precision(ranks: Ranks, models: Path, outputs: Outputs) -> None:
     for messages in ranks(refused, "grpo bf16", "fsdp", models, outputs("grpo bf16", "fsdp")):
-        assert "FSDP2 casts weights to bfloat16, which swallows the perturbation; set bf16=False" in messages
+        assert "FSDP2 casts weights to bfloat16, which rounds the perturbation away; set bf16=False" in messages

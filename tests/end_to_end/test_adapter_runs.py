@@ -196,7 +196,7 @@ def test_a_reward_model_begins_from_a_plain_model_or_from_the_adapter_of_a_rewar
     first = begin("first", lora={"rank": 4})
     for bare in first.glob("*token*"):
         bare.unlink()
-    with pytest.raises(UserError, match=r"is an adapter already: leave out model\.lora"):
+    with pytest.raises(UserError, match=r"is already an adapter: remove model\.lora"):
         begin("again", path=str(first), lora={"rank": 2})
     for index, model in enumerate(({"path": str(first)}, {"lora": {"adapter": str(first)}})):
         weights = (begin(f"on{index}", **model) / "adapter_model.safetensors").read_bytes()

@@ -38,7 +38,7 @@ def recipe(directory: Path, **sections: Any) -> dict[str, Any]:
 def test_a_fallback_run_says_so_and_scores_what_it_sampled(tmp_path: Path) -> None:
     watcher = Watcher()
     result = train(recipe(tmp_path, kl={"coefficient": 0.1}), progress=watcher)
-    assert any("not proven with the native engine" in notice for notice in watcher.notices)
+    assert any("not tested with the native engine" in notice for notice in watcher.notices)
     first = next(metrics for stage, step, metrics in watcher.rows if (stage, step) == ("train", 1))
     # generate decodes with a cache, training pads: the same log-probabilities to rounding.
     assert first["policy/ratio_max_gap"] < 1e-5
@@ -69,7 +69,7 @@ def test_no_pass_of_a_fallback_run_reads_more_padded_tokens_than_its_budget(
 
 
 def test_the_native_engine_is_refused_where_it_would_be_wrong(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="not proven with the native engine"):
+    with pytest.raises(UserError, match="not tested with the native engine"):
         train(recipe(tmp_path, rollout={"engine": "native"}))
     assert not list(tmp_path.iterdir())
 

@@ -29,7 +29,7 @@ def summary_of(config: dict[str, Any]) -> Any:
 
 def test_a_refusal_after_sft_leaves_its_checkpoint_and_is_a_failed_run(recipe: Recipe, train: Train) -> None:
     config = recipe(sft={"steps": 2}, gradient_regularization=TOO_LONG)
-    with pytest.raises(RunError, match=r"bends over so long a step: lower gradient_regularization\.step"):
+    with pytest.raises(RunError, match=r"is not linear over so long a step: lower gradient_regularization\.step"):
         train(config, reward=parity)
     path = Path(config["run"]["directory"]) / config["run"]["name"]
     assert newest_valid(path / "checkpoints" / "sft") == path / "checkpoints" / "sft" / "step_000002"
@@ -38,7 +38,7 @@ def test_a_refusal_after_sft_leaves_its_checkpoint_and_is_a_failed_run(recipe: R
 
 def test_a_refusal_in_the_middle_keeps_the_last_step_and_is_a_failed_run(recipe: Recipe, train: Train) -> None:
     config = recipe(training={"steps": 4}, gradient_regularization={**TOO_LONG, "delay_updates": 2})
-    with pytest.raises(RunError, match="bends over so long a step"):
+    with pytest.raises(RunError, match="is not linear over so long a step"):
         train(config, reward=parity)
     assert summary_of(config).status == "failed"
     path = Path(config["run"]["directory"]) / config["run"]["name"]
@@ -95,7 +95,7 @@ def test_the_step_of_float32_is_refused_for_them(recipe: Recipe, train: Train, m
     model, tokenizer = adapted(make_tiny_model)
     config = recipe(training={"steps": 2}, gradient_regularization={"strength": "ratio:0.3", "step": 3e-5})
     config["model"].pop("new", None)
-    with pytest.raises(UserError, match="rounding to bfloat16 drowns the difference"):
+    with pytest.raises(UserError, match="rounding to bfloat16 swamps the difference"):
         train(config, model=model, tokenizer=tokenizer, reward=parity)
 
 

@@ -121,6 +121,6 @@ def test_a_callers_float16_model_is_refused_before_there_is_a_run(
 ) -> None:
     model, tokenizer = make_tiny_model()
     config = recipe()
-    with pytest.raises(flatpeak.errors.UserError, match=r"float16, .* give it in bfloat16 or float32"):
+    with pytest.raises(flatpeak.errors.UserError, match=r"float16 weights: .* use bfloat16 or float32"):
         train(config, model=model.half(), tokenizer=tokenizer, reward=Judge())
     assert not (Path(config["run"]["directory"]) / config["run"]["name"]).exists()

@@ -117,7 +117,7 @@ def test_no_baseline_refuses_a_scale(scale):
 
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
 def test_a_group_of_one_has_no_group_baseline(baseline):
-    with pytest.raises(ValueError, match='at least 2 completions per prompt, or give baseline="none"'):
+    with pytest.raises(ValueError, match='at least 2 completions per prompt; otherwise give baseline="none"'):
         group_advantages(torch.tensor([[1.0], [0.0]]), baseline=baseline)
 
 

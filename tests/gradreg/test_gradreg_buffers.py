@@ -140,7 +140,7 @@ class Hidden(nn.Module):
 def test_state_that_cannot_be_rewound_is_refused_in_words():
     model = Hidden()
     before = values(model)
-    with pytest.raises(UserError, match=r"does not compute the first one's function: .* such as a counter"):
+    with pytest.raises(UserError, match=r"computes another function than the first: .* such as a counter"):
         regularizer(model, step=1e-6, check_every=100).accumulate(one(regression(model)))
     assert unchanged(model, before)
 

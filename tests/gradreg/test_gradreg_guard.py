@@ -64,7 +64,7 @@ def test_the_refusal_names_the_cosine_it_measured():
     moved = [(p.float() + 5e-4 * g).to(BF16).float() for p, g in zip(ours.parameters, g1, strict=True)]
     kept = cosine(joined(m - p.float() for m, p in zip(moved, ours.parameters, strict=True)), joined(g1))
     assert 0.05 < kept < 0.7
-    with pytest.raises(UserError, match=f"cosine {kept:.2f} of the intended with the realized one, wanted 0.7"):
+    with pytest.raises(UserError, match=f"cosine {kept:.2f} between intended and realized, wanted 0.7"):
         ours.accumulate(one(loss))
 
 

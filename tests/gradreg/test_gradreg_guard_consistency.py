@@ -185,7 +185,7 @@ def test_a_check_without_a_number_is_none_and_the_next_update_is_asked():
 def test_a_step_over_which_the_gradient_bends_is_refused_with_the_other_way_out():
     model = transformer(dtype=torch.float32)
     ours = regularizer(model, step=0.1, step_scale="relative", **CHECKED)
-    with pytest.raises(UserError, match=r"bends over so long a step: lower gradient_regularization\.step"):
+    with pytest.raises(UserError, match=r"is not linear over so long a step: lower gradient_regularization\.step"):
         ours.accumulate(one(language(model)))
 
 
@@ -197,7 +197,7 @@ def test_a_step_that_is_usual_or_shorter_is_lowered_where_the_gradient_bends_ove
         ours.accumulate(one(model.loss))
     assert re.search(
         r"cosine of -?0\.\d\d, wanted 0\.9 \(0\.5 to begin\), at a tenth of the step 0\.9\d, at ten times the step "
-        r"-?0\.\d\d; .* the gradient bends over so long a step: lower gradient_regularization\.step to "
+        r"-?0\.\d\d; .* the gradient is not linear over so long a step: lower gradient_regularization\.step to "
         rf"{step / 10:.2g};",
         str(messages.value),
     )
@@ -212,7 +212,7 @@ def test_a_step_that_rounding_drowns_is_raised_where_a_longer_one_measured_bette
     with pytest.raises(UserError) as messages:
         ours.accumulate(one(language(model)))
     assert re.search(rf"\(0\.5 to begin\), at ten times the step {other}; ", str(messages.value))
-    assert f"rounding drowns the difference of two gradients: raise gradient_regularization.step {fix}" in str(
+    assert f"rounding swamps the difference of two gradients: raise gradient_regularization.step {fix}" in str(
         messages.value
     )
 

@@ -201,7 +201,7 @@ def test_the_best_of_all_is_kept_with_a_notice_where_none_is_consistent():
     assert "the step is 3.0e-07 of the weights' norm" in notices[0]
 
 
-@pytest.mark.parametrize(("half", "fix"), [(False, "mend the loss"), (True, "compute in float32")])
+@pytest.mark.parametrize(("half", "fix"), [(False, "fix the loss"), (True, "compute in float32")])
 def test_where_no_step_works_the_first_check_names_them_all_and_a_later_one_keeps_the_step(half, fix):
     table = dict.fromkeys((0.1, 0.01, 10, 100), -0.4)
     with pytest.raises(UserError, match=fix) as messages:

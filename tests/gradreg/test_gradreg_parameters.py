@@ -193,7 +193,7 @@ class Params4bit(nn.Parameter):
 def test_quantized_weights_are_refused(perturbed):
     model = network()
     model.blocks[1].linear.weight = Params4bit(torch.ones(6, 6))
-    with pytest.raises(UserError, match=r"blocks\.1\.linear\.weight is quantized .*perturbed=adapters"):
+    with pytest.raises(UserError, match=r"blocks\.1\.linear\.weight is quantized.*perturbed=adapters"):
         chosen(model, perturbed)
     assert "blocks.0.linear.weight" in chosen(model, ("blocks.0.*",))
 

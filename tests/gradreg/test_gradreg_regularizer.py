@@ -188,7 +188,7 @@ def test_a_second_pass_that_is_not_finite_leaves_g1_everywhere(bad, part, outsid
     report = ours.accumulate(turning_bad(getattr(model, part), loss, bad))
     assert notices == [
         "gradient regularization: 1 penalty so far left out (now in update 1), because the second pass was NaN or "
-        "infinite; lower gradient_regularization.step if gradreg/skipped goes on rising"
+        "infinite; lower gradient_regularization.step if gradreg/skipped keeps rising"
     ]
     assert ours.state()["guard_lost"] == 1
     assert report.skipped == "the second pass is not finite"

@@ -73,9 +73,9 @@ def test_arguments_are_the_configuration_by_other_names() -> None:
 
 def test_a_random_direction_is_an_argument_too() -> None:
     assert config(grad_reg_strength=0.1, grad_reg_direction="random").direction == "random"
-    with pytest.raises(UserError, match=r"direction=random draws anew in every update.* set every=1"):
+    with pytest.raises(UserError, match=r"direction=random draws a direction in every update.* set every=1"):
         config(grad_reg_strength=0.1, grad_reg_direction="random", grad_reg_every=2)
-    with pytest.raises(UserError, match="grad_reg_direction belongs to grad_reg_behavior=corrected"):
+    with pytest.raises(UserError, match="grad_reg_direction needs grad_reg_behavior=corrected"):
         config(grad_reg_strength=0.1, grad_reg_direction="random", grad_reg_behavior="published")
 
 
@@ -122,7 +122,7 @@ def test_every_argument_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> N
 
 
 BAD = [
-    ({"grad_reg_strength": -1.0}, "grad_reg_strength=-1.0: a penalty needs a strength of at least 0"),
+    ({"grad_reg_strength": -1.0}, "grad_reg_strength=-1.0: give a finite strength of at least 0"),
     ({"grad_reg_strength": "ratio:zero"}, "grad_reg_strength=ratio:zero: give a number, ratio:0.3 or calibrated:0.3"),
     ({"grad_reg_strength": float("nan")}, "grad_reg_strength=nan"),
     ({"grad_reg_eps": 0.0}, "grad_reg_eps=0.0: Input should be greater than 0"),
@@ -132,20 +132,20 @@ BAD = [
     ({"grad_reg_perturbed": []}, "grad_reg_perturbed is empty: name a pattern"),
     ({"grad_reg_perturbed": "block"}, "grad_reg_perturbed=block"),
     ({"grad_reg_penalty": "l1"}, "grad_reg_penalty=l1"),
-    ({"grad_reg_difference": "backward"}, "grad_reg_difference=backward: one of forward, central"),
-    ({"grad_reg_difference": "exact"}, "grad_reg_difference=exact: a trainer runs backward by itself"),
+    ({"grad_reg_difference": "backward"}, "grad_reg_difference=backward: give one of forward, central"),
+    ({"grad_reg_difference": "exact"}, "grad_reg_difference=exact: the trainer runs backward"),
     ({"grad_reg_every": 0}, "grad_reg_every=0"),
     ({"grad_reg_min_perturbation_kept": 2.0}, "grad_reg_min_perturbation_kept=2.0"),
-    ({"grad_reg_behavior": "paper"}, "grad_reg_behavior=paper: one of corrected, published"),
-    ({"grad_reg_precision": "bf16"}, "grad_reg_precision=bf16: one of float32, autocast"),
-    ({"grad_reg_scheduler": 3.0}, "grad_reg_scheduler=3.0: a function of the step"),
+    ({"grad_reg_behavior": "paper"}, "grad_reg_behavior=paper: give one of corrected, published"),
+    ({"grad_reg_precision": "bf16"}, "grad_reg_precision=bf16: give one of float32, autocast"),
+    ({"grad_reg_scheduler": 3.0}, "grad_reg_scheduler=3.0: give a function of the step"),
     ({"grad_reg_scheduler": "nowhere:f"}, "grad_reg_scheduler=nowhere:f: "),
     ({"grad_reg_scheduler": "math:pi"}, "grad_reg_scheduler=math:pi is not a function"),
-    ({"grad_reg_exclude": ["head"]}, "grad_reg_exclude belongs to grad_reg_behavior=published"),
+    ({"grad_reg_exclude": ["head"]}, "grad_reg_exclude needs grad_reg_behavior=published"),
     ({"fp32_gradreg": False}, "fp32_gradreg=False"),
-    ({"grad_reg_behavior": "published", "grad_reg_every": 2}, "grad_reg_every belongs to grad_reg_behavior=corrected"),
-    ({"grad_reg_g1_clip": 0.0}, "grad_reg_g1_clip=0.0: a norm above 0"),
-    ({"grad_reg_behavior": "published", "grad_reg_g2_clip": -1.0}, "grad_reg_g2_clip=-1.0: a norm above 0"),
+    ({"grad_reg_behavior": "published", "grad_reg_every": 2}, "grad_reg_every needs grad_reg_behavior=corrected"),
+    ({"grad_reg_g1_clip": 0.0}, "grad_reg_g1_clip=0.0: give a norm above 0"),
+    ({"grad_reg_behavior": "published", "grad_reg_g2_clip": -1.0}, "grad_reg_g2_clip=-1.0: give a norm above 0"),
 ]
 
 

@@ -215,7 +215,7 @@ def test_a_kernel_that_is_off_is_not_used_and_the_notice_says_by_how_much(kernel
     kernel.kernel_attention = lambda *_, tiles, **given: reference_attention(**given) + 0.5
     fault = kernel_fault(**HEADS)
     assert fault == "its results are off by 5.0e-01 (allowed: 2e-05)"
-    assert kernel_notices() == [f"decoding goes without the Triton kernel, and is slower: {fault}"]
+    assert kernel_notices() == [f"decoding runs without the Triton kernel, and is slower: {fault}"]
 
 
 def test_a_kernel_that_ignores_the_window_is_caught(kernel: SimpleNamespace) -> None:

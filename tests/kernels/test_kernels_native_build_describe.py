@@ -61,7 +61,7 @@ def test_a_compiler_that_fails_is_a_reason(
 def test_a_compiler_that_hangs_is_a_reason(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler(tmp_path, monkeypatch, "exec sleep 60")
     monkeypatch.setattr(build, "TRIAL_SECONDS", 0.5)
-    with pytest.raises(UnavailableError, match=r"did not compile the kernels: it had not ended after 0\.5 s"):
+    with pytest.raises(UnavailableError, match=r"did not compile the kernels: it did not finish within 0\.5 s"):
         describe()
 
 

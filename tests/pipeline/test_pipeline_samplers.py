@@ -179,7 +179,7 @@ def test_type_vllm_over_the_default_and_over_a_name_makes_a_section():
         ("rollout.engine.urls=['http://:8000']", "http://HOST:PORT"),
         ("rollout.engine.urls=['http://a b:8000']", "http://HOST:PORT"),
         ("rollout.engine.urls=['http://a:1?key=2']", "http://HOST:PORT"),
-        ("rollout.engine.urls=['http://a:1/v1/']", "leave /v1 out"),
+        ("rollout.engine.urls=['http://a:1/v1/']", "remove /v1"),
         ("rollout.engine.url=http://a:1", "urls"),
         ("rollout.engine.type=sglang", "rollout.engine.type=sglang: allowed values are vllm"),
         ("rollout.engine.sync=nccl", "rollout.engine.sync=nccl"),

@@ -115,7 +115,7 @@ def test_a_model_that_the_callers_own_policy_holds_is_refused_and_names_the_fact
     model, tokenizer = make_tiny_model()
     policy = Policy(model, tokenizer)
     brought: dict[str, Any] = {"model": model, "tokenizer": tokenizer, "reward": odd}
-    with pytest.raises(UserError, match=r"Qwen2ForCausalLM is held by another flatpeak Policy.*sampler=lambda policy"):
+    with pytest.raises(UserError, match=r"another flatpeak Policy holds this Qwen2ForCausalLM.*sampler=lambda policy"):
         train(recipe(), sampler=NativeEngine(policy), **brought)
     assert not Path(recipe()["run"]["directory"]).exists()
     policy.release()
@@ -153,5 +153,7 @@ def test_an_engine_on_a_model_that_it_does_not_serve_is_refused_instead_of_drawi
     recipe: Recipe, train: Train, make_tiny_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policy_model, "probe", lambda policy: "its logits differ")
-    with pytest.raises(UserError, match=r"not decoded natively \(its logits differ\).*PlainSampler\(policy"):
+    with pytest.raises(
+        UserError, match=r"does not decode this model natively \(its logits differ\).*PlainSampler\(policy"
+    ):
         train(recipe(), reward=odd, sampler=NativeEngine, progress=False)

@@ -192,7 +192,7 @@ def test_an_adapter_over_other_weights_is_refused(tmp_path: Path) -> None:
         ({"target_modules": ["query"]}, r"target_modules: no module is called query; there are .*q_proj"),
         ({"modules_to_save": ["head"]}, r"modules_to_save: no module is called head; there are .*lm_head"),
         ({"adapter": "./nowhere"}, r"model\.lora\.adapter=\./nowhere"),
-        ({"target_modules": ["lm_head"]}, "leave lm_head out of adapters"),
+        ({"target_modules": ["lm_head"]}, "exclude lm_head from adapters"),
     ],
 )
 def test_adapters_that_cannot_be_made_name_the_fix(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
@@ -206,7 +206,7 @@ def test_a_quantized_model_needs_the_key_that_says_so(tmp_path: Path) -> None:
     settings = loading_options("nf4", dtype=torch.float32, device=torch.device("cpu"))
     AutoModelForCausalLM.from_pretrained(base, **settings).save_pretrained(tmp_path / "quantized")
     letter_tokenizer().save_pretrained(tmp_path / "quantized")
-    with pytest.raises(UserError, match=r"holds quantized weights: .* set model\.quantization=nf4"):
+    with pytest.raises(UserError, match=r"has quantized weights: .* set model\.quantization=nf4"):
         loaded(tmp_path / "quantized")
     again = loaded(tmp_path / "quantized", quantization="nf4")
     assert sum(type(p).__name__ == "Params4bit" for p in again.model.parameters()) == 14
@@ -219,7 +219,7 @@ def test_an_adapter_as_the_model_stands_for_its_base_with_the_adapter(tmp_path: 
     assert (source.path, source.revision, source.lora) == ("org/base", "abc", LoraConfig(adapter=str(tmp_path)))
     resumed = resumed_source(source, tmp_path / "step_000002")
     assert (resumed.path, resumed.lora) == ("org/base", LoraConfig(adapter=str(tmp_path / "step_000002")))
-    with pytest.raises(UserError, match="is an adapter already"):
+    with pytest.raises(UserError, match="is already an adapter"):
         adapter_source(ModelConfig(path=str(tmp_path), lora=LoraConfig(rank=4)))
     (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": None}))
     with pytest.raises(UserError, match="does not name its base"):

@@ -37,11 +37,11 @@ GPT_OSS = {
 }
 DYNAMIC = {**COMMON, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
 UNSERVED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "bloom": ("bloom", BLOOM, "not proven"),
-    "falcon": ("falcon", FALCON, "not proven"),
-    "gpt_neo": ("gpt_neo", GPT_NEO, "not proven"),
-    "gptj": ("gptj", GPTJ, "not proven"),
-    "gpt_oss": ("gpt_oss", GPT_OSS, "not proven"),
+    "bloom": ("bloom", BLOOM, "not tested"),
+    "falcon": ("falcon", FALCON, "not tested"),
+    "gpt_neo": ("gpt_neo", GPT_NEO, "not tested"),
+    "gptj": ("gptj", GPTJ, "not tested"),
+    "gpt_oss": ("gpt_oss", GPT_OSS, "not tested"),
     "dynamic rope": ("llama", DYNAMIC, "longest sequence"),
 }
 

@@ -368,7 +368,7 @@ def test_a_second_policy_over_a_held_model_is_refused_by_that_reason(kind: str) 
     policy = Policy(model, Tokenizer())
     held = kinds(model)
     with pytest.raises(
-        UserError, match=r"held by another flatpeak Policy: call its release\(\) first; .*sampler=lambda"
+        UserError, match=r"another flatpeak Policy holds this .*: call its release\(\) first; .*sampler=lambda"
     ):
         Policy(model, Tokenizer())
     assert kinds(model) == held

@@ -124,7 +124,7 @@ def test_dropout_is_off_in_every_module_unless_asked_for() -> None:
     ("model", "says"),
     [
         ({"path": "./nowhere"}, "no such directory"),
-        ({"path": __file__}, "is a file: name the directory that holds config.json and the weights"),
+        ({"path": __file__}, "is a file: give the directory with config.json and the weights"),
         ({"new": {"architecture": "qwen99"}}, "model.new cannot be built"),
         ({"new": {"config": {**SIZES, "num_attention_heads": 3}}}, "model.new cannot be built"),
         ({"path": "x", "device": "nonsense"}, "not a torch device"),
@@ -138,7 +138,7 @@ def test_a_model_that_cannot_be_had_is_one_clear_error(model: dict[str, object],
 def test_a_recipe_names_one_source_of_the_model() -> None:
     with pytest.raises(ValueError, match="not both"):
         ModelConfig.model_validate({"path": "x", "new": {}})
-    with pytest.raises(UserError, match="there is no model"):
+    with pytest.raises(UserError, match="the recipe gives no model"):
         load_policy(ModelConfig())
 
 
@@ -192,7 +192,7 @@ def test_a_model_that_lacks_weights_is_refused_by_their_names(
     save_file(tensors, tmp_path / "all.safetensors")
     del tensors["model.layers.0.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"lacks weights of \w+: model\.layers\.0\.mlp\.up_proj\.weight; name a comp"):
+    with pytest.raises(UserError, match=r"lacks weights of \w+: model\.layers\.0\.mlp\.up_proj\.weight; give a comp"):
         load_policy(ModelConfig(path=str(tmp_path), device="cpu"))
     assert not caplog.records  # transformers' table of the same
     save_file(load_file(tmp_path / "all.safetensors") | {"other": torch.ones(1)}, tmp_path / "model.safetensors")
@@ -205,7 +205,7 @@ def test_weights_that_are_nan_are_refused_as_damaged(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.norm.weight"].fill_(float("nan"))
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"NaN before any step: its weights are damaged, .* or name another model$"):
+    with pytest.raises(UserError, match=r"NaN before any step: its weights are damaged, .* or choose another model$"):
         load_policy(ModelConfig(path=str(tmp_path), device="cpu"))
 
 
@@ -254,7 +254,7 @@ def test_a_damaged_tokenizer_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_a_model_is_refused_with_what_it_should_be(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^model\.path=.*: the directory has no config\.json, so it holds no model"):
+    with pytest.raises(UserError, match=r"^model\.path=.*: the directory has no config\.json, so it has no model"):
         load_policy(ModelConfig(path=str(tmp_path)))
     (tmp_path / "checkpoints" / "best").mkdir(parents=True)
     with pytest.raises(UserError, match=r"; did you mean .*/checkpoints/best\?$"):
@@ -274,7 +274,7 @@ def test_weights_of_other_sizes_than_the_config_says_are_named(tmp_path: Path) -
     config = json.loads((tmp_path / "config.json").read_text())
     rows, width = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"].shape
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": rows + 5}))
-    sizes = rf"\[{rows}, {width}\] in its files and \[{rows + 5}, {width}\] by its config"
+    sizes = rf"\[{rows}, {width}\] in its files but \[{rows + 5}, {width}\] in config"
     with pytest.raises(UserError, match=rf"does not load: \S+\.weight is {sizes}"):
         load_policy(ModelConfig(path=str(tmp_path), device="cpu"))
 

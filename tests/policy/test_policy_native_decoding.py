@@ -119,7 +119,7 @@ def test_adapters_are_merged_and_the_trainer_agrees() -> None:
         trained, _ = policy.token_logprobs(batch, temperature=1.0)
     stored = torch.tensor([value for group in groups for one in group.completions for value in one.logprobs])
     assert float((trained - stored).abs().max()) < 1e-5
-    with model.disable_adapter(), pytest.raises(UserError, match="they do not know AdaptedLinear as a linear layer"):
+    with model.disable_adapter(), pytest.raises(UserError, match="they do not support AdaptedLinear as a linear layer"):
         sample(policy, LENGTHS, sampling=SAMPLINGS["plain"])
 
 
@@ -127,15 +127,15 @@ def test_what_the_kernels_do_not_serve_is_decoded_by_torch_and_said() -> None:
     hooked = make_policy()
     hooked.trunk.layers[0].mlp.register_forward_hook(lambda *given: None)
     cases = {
-        "they do not serve gemma": make("gemma"),
-        "they do not serve mistral with a window": make("mistral"),
-        "they know only the usual variant": make("gpt2 scaled by layer"),
+        "they do not support gemma": make("gemma"),
+        "they do not support mistral with a window": make("mistral"),
+        "they support only the usual variant": make("gpt2 scaled by layer"),
         "a Qwen2MLP has a hook": hooked,
     }
     for reason, policy in cases.items():
         sample(policy, (3,), sampling=SAMPLINGS["one token"])
         (notice,) = policy.kernels.notices
-        assert notice.startswith(f"decoding goes without native kernels, and is slower: {reason}")
+        assert notice.startswith(f"decoding runs without native kernels, and is slower: {reason}")
         assert policy.decoded_with == "torch"
         policy.kernels.setting = "native"
         with pytest.raises(UserError, match=f"rollout.kernels=native: {reason}.*set rollout.kernels=auto or torch"):
@@ -311,7 +311,7 @@ def test_without_a_fitting_library_and_a_compiler_torch_decodes_and_the_reason_i
     with no_compiler(tmp_path, monkeypatch):
         drawn = sample(policy, (3,), sampling=SAMPLINGS["plain"])
     (notice,) = policy.kernels.notices
-    assert notice.startswith("decoding goes without native kernels, and is slower: no C++ compiler was found")
+    assert notice.startswith("decoding runs without native kernels, and is slower: no C++ compiler was found")
     assert notice.endswith("and no compiled kernels fit")
     policy.kernels.setting = "torch"
     assert sample(policy, (3,), sampling=SAMPLINGS["plain"]) == drawn

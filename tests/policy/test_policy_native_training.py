@@ -258,7 +258,7 @@ def test_other_types_autocast_and_dropout_are_left_to_torch(native_calls: list[s
     assert native_calls == []
     assert double.computed_with == "torch"
     assert coarse.kernels.notices == [
-        "a training pass goes without native kernels, and is slower: they compute in float32 on a CPU"
+        "a training pass runs without native kernels, and is slower: they compute in float32 on a CPU"
     ]
     settings = COMMON | {"attention_dropout": 0.3}
     dropping = Policy(tiny_model("qwen2", **settings), Tokens(), dropout=True)  # type: ignore[arg-type]
@@ -302,7 +302,7 @@ def test_kernels_that_disagree_are_not_used_and_the_pass_has_the_bits_of_torch(
     monkeypatch.setattr(native_training, "rms_norm", lambda *given: norm(*given) * 1.001)
     assert same_bits(one_pass(policy, batch, "auto"), plain)
     assert policy.kernels.notices == [
-        "a training pass goes without native kernels, and is slower: log-probabilities or gradients differ from "
+        "a training pass runs without native kernels, and is slower: log-probabilities or gradients differ from "
         "torch's on this model and machine"
     ]
     with pytest.raises(UserError, match=r"rollout.kernels=native: .* differ .*; set rollout.kernels=auto or torch"):
@@ -358,7 +358,7 @@ def test_without_a_library_torch_computes_and_the_reason_is_said(
     with no_compiler(tmp_path, monkeypatch):
         result = one_pass(policy, batch, "auto")
     (notice,) = policy.kernels.notices
-    assert notice.startswith("a training pass goes without native kernels, and is slower: no C++ compiler was found")
+    assert notice.startswith("a training pass runs without native kernels, and is slower: no C++ compiler was found")
     assert same_bits(result, one_pass(policy, batch, "torch"))
 
 

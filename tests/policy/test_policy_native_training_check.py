@@ -64,7 +64,7 @@ def test_where_a_pass_by_kernels_fails_torch_computes_and_the_reason_is_said(mon
         logprobs_T, _ = policy.token_logprobs(batch, temperature=1.0)
         assert torch.equal(logprobs_T, plain_T)
     assert len(calls) == 1
-    assert policy.kernels.training_reason == "a training pass by them failed: RuntimeError: no such luck"
+    assert policy.kernels.training_reason == "their training pass failed: RuntimeError: no such luck"
 
 
 def test_where_torchs_own_pass_fails_its_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:

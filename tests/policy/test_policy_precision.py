@@ -12,7 +12,7 @@ from flatpeak.policy.precision import bfloat16_slowdown, slow_dtype_notices
 BF16 = torch.bfloat16
 
 
-SLOW = "bfloat16 products take over 2 times as long as float32 ones on this CPU: give the model in float32"
+SLOW = "bfloat16 products take over 2 times as long as float32 products on this CPU: use float32"
 """The same text at each start, or a resumed run would log it again."""
 
 

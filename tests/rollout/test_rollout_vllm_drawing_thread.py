@@ -135,7 +135,7 @@ def test_what_is_wrong_with_an_answer_is_raised_where_the_groups_are_asked_for(r
         with ahead(source):
             policy.step()
         assert policy.weight.item() == -0.75  # the update was finished
-        with pytest.raises(UserError, match="token ids as they are"):
+        with pytest.raises(UserError, match="it must not change token ids"):
             draw(source)
     assert drawing() == []
 

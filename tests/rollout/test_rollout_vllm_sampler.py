@@ -225,7 +225,7 @@ def with_logprob(value: float) -> Callable[[dict[str, Any]], dict[str, Any]]:
         (choice(token_ids=None), "tokens none"),
         (choice(logprobs=None), "no log-probs"),
         (choice(logprobs=lambda content: {"content": content["content"][1:]}), "one for each token"),
-        (choice(logprobs=with_logprob(0.5)), "no probability has"),
+        (choice(logprobs=with_logprob(0.5)), "which is above 0"),
         (choice(logprobs=lambda content: {"content": [row | {"logprob": None} for row in content["content"]]}), "None"),
         (choice(weight_versions=None), "which weights"),
         (choice(finish_reason="length"), "max-model-len"),
@@ -237,12 +237,15 @@ def with_logprob(value: float) -> Callable[[dict[str, Any]], dict[str, Any]]:
             ),
             "serve",
         ),
-        (lambda answer: answer | {"prompt_token_ids": [1, *answer["prompt_token_ids"]]}, "token ids as they are"),
+        (
+            lambda answer: answer | {"prompt_token_ids": [1, *answer["prompt_token_ids"]]},
+            "it must not change token ids",
+        ),
         (
             lambda answer: answer | {"choices": answer["choices"][:-1]},
-            r"2 completions with the indices \[0, 1\], asked for 3",
+            r"2 completions with the indices \[0, 1\], instead of 3",
         ),
-        (choice(index=1), r"3 completions with the indices \[1, 1, 2\], asked for 3"),
+        (choice(index=1), r"3 completions with the indices \[1, 1, 2\], instead of 3"),
     ],
     ids=[
         "unknown tokens",
@@ -658,7 +661,7 @@ def test_a_server_without_the_endpoint_of_token_ids_is_refused(sample):
 def test_adapters_on_weights_of_another_run_are_refused(sample):
     with VLLMServer(lora=True) as server:
         draw(sample(server))
-        with pytest.raises(UserError, match="start it anew"):
+        with pytest.raises(UserError, match="restart the server"):
             sample(server, policy=ScriptedPolicy(adapted=True))
 
 

@@ -200,7 +200,7 @@ def test_a_connection_that_breaks_within_the_tensors_is_made_anew(sample, monkey
             sampler._pool, "failed", lambda server, error, **rest: (reasons.append(str(error)), failed(server, error))
         )
         assert logprobs(draw(sampler)) == {-0.5}
-        assert reasons == ["status 500: Worker failed with error 'the trainer broke the transfer off'"]
+        assert reasons == ["status 500: Worker failed with error 'the trainer ended the transfer'"]
         assert server.paths()[-len(UPDATE) - 4 :] == [*MEND, *OPEN, *UPDATE]
 
 
@@ -223,7 +223,7 @@ def test_weights_that_are_half_replaced_are_put_in_order_before_a_reload_too(sam
 def test_adapters_are_refused_on_weights_that_are_half_replaced(sample):
     with VLLMServer(transfer=SOCKETS, lora=True) as server:
         server.version = "flatpeak-model-0a0a0a0a-000003-unfinished"
-        with pytest.raises(UserError, match="start it anew"):
+        with pytest.raises(UserError, match="restart the server"):
             sample(server, policy=ScriptedPolicy(adapted=True))
 
 
@@ -357,8 +357,8 @@ def test_frozen_weights_stay_as_they_were():
 @pytest.mark.parametrize(
     ("transfer", "said"),
     [
-        (None, r"takes no weights .*flatpeak serve.*--weight-transfer-config.*rollout\.engine\.sync=reload"),
-        ("ipc", r"by ipc alone.*rollout\.engine\.sync=reload"),
+        (None, r"does not receive weights .*flatpeak serve.*--weight-transfer-config.*rollout\.engine\.sync=reload"),
+        ("ipc", r"only by ipc.*rollout\.engine\.sync=reload"),
         ("nccl", r"by NCCL.*policy is on cpu.*--transfer sockets.*rollout\.engine\.sync=reload"),
     ],
 )
@@ -372,7 +372,7 @@ def test_an_nccl_that_cannot_be_loaded_is_named_at_the_start(sample, monkeypatch
     use_fake_nccl(monkeypatch)
     monkeypatch.setattr(nccl_channel, "load_library", load_library)
     monkeypatch.setattr(nccl_channel, "LIBRARY", "libnccl-of-nowhere.so")
-    with VLLMServer(transfer="nccl") as server, pytest.raises(UserError, match=r"cannot be loaded.*sync=reload"):
+    with VLLMServer(transfer="nccl") as server, pytest.raises(UserError, match=r"cannot load it.*sync=reload"):
         sample(server)
 
 
@@ -380,7 +380,9 @@ def test_a_trainer_that_a_server_cannot_reach_is_an_error_at_the_start(sample, b
     fault = Fault(body=b'{"error": {"message": "No route to host"}}')
     with (
         VLLMServer(lambda call: fault if call.path == OPEN[1] else None, transfer=backend) as server,
-        pytest.raises(UserError, match=r"do not reach the trainer .*No route to host.*rollout\.engine\.sync=reload"),
+        pytest.raises(
+            UserError, match=r"cannot connect to the trainer .*No route to host.*rollout\.engine\.sync=reload"
+        ),
     ):
         sample(server)
 
@@ -389,7 +391,9 @@ def test_a_server_that_does_not_count_its_workers_is_refused_at_the_start(sample
     fault = Fault(status=404, body=b'{"detail": "Not Found"}')
     with (
         VLLMServer(lambda call: fault if call.path == "/get_world_size" else None, transfer=SOCKETS) as server,
-        pytest.raises(UserError, match=r"how many workers.*Not Found.*flatpeak serve.*rollout\.engine\.sync=reload"),
+        pytest.raises(
+            UserError, match=r"its number of workers.*Not Found.*flatpeak serve.*rollout\.engine\.sync=reload"
+        ),
     ):
         sample(server)
 
@@ -443,7 +447,7 @@ def test_an_address_of_the_trainer_that_leads_nowhere_is_refused_at_the_start(sa
 
 def test_a_server_that_is_refused_leaves_no_communicator_with_those_before(sample, nccl):
     with VLLMServer(transfer="nccl") as one, VLLMServer() as other:
-        with pytest.raises(UserError, match="takes no weights"):
+        with pytest.raises(UserError, match="does not receive weights"):
             sample(one, other)
         assert nccl.calls[-1] == "ncclCommAbort"
 

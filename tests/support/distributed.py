@@ -82,7 +82,7 @@ def squared_error(model: nn.Module, rows: Rows) -> Tensor:
 
 
 class Waves(nn.Module):
-    """A linear layer under sin(1e5 x): its gradient bends over the default step of float32."""
+    """A linear layer under sin(1e5 x): its gradient is not linear over the default step of float32."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -305,7 +305,9 @@ def test_only_trainable_weights_below_float32_have_masters() -> None:
 
 def test_a_callers_model_in_float16_is_refused_with_the_fix() -> None:
     policy = Policy(tiny_model().half(), letter_tokenizer())
-    with pytest.raises(UserError, match=r"float16, .* give it in bfloat16 or float32, as model\.to\(torch\.bfloat16\)"):
+    with pytest.raises(
+        UserError, match=r"float16 weights: .* use bfloat16 or float32, as with model\.to\(torch\.bfloat16\)"
+    ):
         make_learner(policy)
 
 

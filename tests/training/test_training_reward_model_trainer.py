@@ -401,7 +401,7 @@ def test_what_cannot_be_trained_is_one_line_and_leaves_no_run(learn: Callable[..
     three.config.num_labels = 3
     for sections, options, message in (
         ({"task": {"type": "arithmetic"}}, {}, "use task.type=preferences"),
-        ({"model": {"new": None}}, {}, "there is no model"),
+        ({"model": {"new": None}}, {}, "the recipe gives no model"),
         ({"reward_model": {"max_tokens": 4}}, {}, "no training pair fits into reward_model.max_tokens"),
         ({"reward_model": {"max_tokens": 400}}, {}, "reward_model.max_tokens=400 exceeds the model's context of 48"),
         ({"reward_model": {"template": "chat"}}, {}, "reward_model.template=chat: this model's tokenizer"),

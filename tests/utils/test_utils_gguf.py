@@ -92,7 +92,7 @@ def test_a_gguf_file_that_cannot_be_read_is_refused_in_words(tmp_path: Path) -> 
     for file, reason in ((cut, "cut short"), (other, "architecture abacus is not supported")):
         with pytest.raises(UserError, match=rf"model\.path=.*does not load: .*{reason}"):
             load_policy(ModelConfig(path=str(file)))
-    with pytest.raises(UserError, match=r"no such directory, and no GGUF file"):
+    with pytest.raises(UserError, match=r"no such directory or GGUF file"):
         load_policy(ModelConfig(path=str(tmp_path / "none.gguf")))
 
 

@@ -1,4 +1,4 @@
-"""Several processes that train one model."""
+"""Training of one model in several processes."""
 
 from typing import TYPE_CHECKING
 

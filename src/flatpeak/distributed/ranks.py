@@ -1,7 +1,7 @@
-"""The ranks of a run and their messages: values, errors, stop signals, averages of gradients.
+"""The ranks of a run and their communication: values, errors, stop signals, averages of gradients.
 
-All ranks run the same program on the same data, so results that all compute need no message. Work of only one rank
-(grading, writing files) goes through `first`; work that ranks divide goes through `gather`.
+All ranks run the same program on the same data, so a result that all ranks compute needs no message. Work for one rank
+(grading, writing files) goes through `first`; work that the ranks divide goes through `gather`.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from flatpeak.utils.buckets import in_buckets
 
 Value = TypeVar("Value")
 PATIENCE = timedelta(days=7)
-"""Limit of a collective: a judge may be down for hours while the first rank waits. Death is detected separately."""
+"""Limit of a collective: a judge may be down for hours while the first rank waits. Dead ranks are detected earlier."""
 PR_SET_PDEATHSIG = 1
-"""prctl(2): sets the signal that a process gets when its parent dies."""
+"""prctl(2): sets the signal for a process whose parent dies."""
 BUCKET = 2**24
-"""The most numbers that one collective averages."""
+"""The most numbers per collective when averaging."""
 _BACKENDS_WORDS = re.compile(r"gloo|NCCL|Connection (closed|reset|refused)|Broken pipe|clients joined")
 ALIKE_SECONDS = 5.0
-"""Seconds within which all ranks must reach an error that they raise alike."""
+"""Seconds within which all ranks must arrive at an error that they all raise."""
 SAME_SIGNAL_SECONDS = 2.0
-"""Signals within this many seconds are one signal: a launcher passes on what the terminal has already sent."""
+"""Signals within this many seconds count as one: a launcher repeats signals that the terminal has sent."""
 
 PASSED_ON_SECONDS = 0.2
-"""Seconds after which a signal sent to all ranks has reached all of them."""
+"""Seconds after which a signal to all ranks has reached every rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The ranks of a run, as seen by one of them. With a single rank, every method is the identity."""
+    """All ranks of a run, from the view of one. With a single rank, every method is the identity."""
 
     rank: int = 0
     size: int = 1
     sent: dict[str, int] = field(default_factory=dict)
-    """Bytes of tensors that this rank has passed to collectives, by purpose."""
+    """Bytes of tensors in this rank's collectives, by purpose."""
     session: str = ""
     """A name unique among the runs of this process group."""
     _known: list[BaseException] = field(default_factory=list)
@@ -63,11 +63,11 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes files, grades, and prints."""
+        """Whether this rank writes files, grades and prints."""
         return self.rank == 0
 
     def gather(self, value: Value) -> list[Value]:
-        """The values of all ranks, in the order of ranks."""
+        """The values of all ranks, ordered by rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -76,7 +76,7 @@ class Ranks:
         return values
 
     def first(self, make: Callable[[], Value]) -> Value:
-        """The value that the first rank makes; if that raises, every rank raises."""
+        """The value that the first rank makes; if that raises, all ranks raise."""
         if self.size == 1:
             return make()
         answer: list[Any] = [None, None]
@@ -99,7 +99,7 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A context for work without messages; afterwards an error of one rank becomes an error of all."""
+        """A context for work without communication; afterwards all ranks raise if one did."""
         if self.size == 1:
             yield
             return
@@ -122,16 +122,16 @@ class Ranks:
         return StopSignals() if self.size == 1 else SharedStopSignals(self)
 
     def knows(self, error: BaseException) -> bool:
-        """Whether all ranks are about to end by this error, so that they still answer each other."""
+        """Whether all ranks are about to end by this error, so that they still communicate."""
         causes = [error, error.__cause__]
         shared = isinstance(error, ReportedElsewhereError | StoppedError)
         return self.size == 1 or shared or any(cause is known for cause in causes for known in self._known)
 
     def raise_alike(self, error: BaseException) -> bool:
-        """Whether all ranks are ending by this same error of flatpeak's, and can still take part in a checkpoint.
+        """Whether all ranks are ending by the same flatpeak error, and can still write a checkpoint together.
 
         They ask the store of the process group, because a rank without the error would not answer a collective. Other
-        errors may have occurred between two collectives that not all ranks have entered.
+        errors may have occurred between two collectives that only some ranks have entered.
         """
         if self.size == 1 or not isinstance(error, UserError) or isinstance(error, LostRankError):
             return self.size == 1
@@ -144,13 +144,13 @@ class Ranks:
                 verdict = "alike" if len({store.get(key) for key in keys}) == 1 else "unlike"
             except RuntimeError:  # not all ranks in time
                 verdict = "unlike"
-            # The first verdict holds for all: a rank that arrives when another gives up has to give up too.
+            # The first verdict holds for all: if one rank gives up, later ranks must give up too.
             return bool(store.compare_set(f"{self.session}/verdict", "", verdict) == b"alike")
-        except RuntimeError:  # the process that kept the store is gone
+        except RuntimeError:  # the process with the store has ended
             return False
 
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Replace gradients by their mean over the ranks; a gradient that a rank lacks counts as 0."""
+        """Replace gradients by their mean over the ranks; a missing gradient counts as 0."""
         if self.size == 1:
             return
         held = list(parameters)
@@ -193,11 +193,11 @@ class Ranks:
 
 
 ALONE = Ranks()
-"""The single process of a run that is not distributed."""
+"""The single process of a run without distributed training."""
 
 
 def _as_reported(error: Exception, rank: int) -> Exception:
-    """The error that the other ranks raise when one rank has this error."""
+    """The error that the other ranks raise if one rank has this error."""
     if isinstance(error, StoppedError | LostRankError):
         return type(error)(str(error))
     return ReportedElsewhereError(
@@ -208,7 +208,7 @@ def _as_reported(error: Exception, rank: int) -> Exception:
 
 @contextmanager
 def lost_ranks_named() -> Iterator[None]:
-    """A context that raises LostRankError instead of a backend's error if another rank is gone."""
+    """A context that raises LostRankError instead of a backend's error if another rank has ended."""
     try:
         yield
     except RuntimeError as error:
@@ -218,10 +218,10 @@ def lost_ranks_named() -> Iterator[None]:
 
 
 class SharedStopSignals(StopSignals):
-    """Stop signals on which all ranks agree at the end of a step, so that all ranks stop at the same step.
+    """Stop signals on which all ranks agree at the end of a step, so that they stop at the same step.
 
-    `received` is this rank's signal. When a rank has died, a launcher sends SIGTERM to the others: there is nothing to
-    wait for, so LostRankError is raised at once.
+    `received` is this rank's signal. After the death of a rank, a launcher sends SIGTERM to the others; they have
+    nothing to wait for, so LostRankError is raised at once.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -245,7 +245,7 @@ class SharedStopSignals(StopSignals):
             self.received = REQUEST
 
     def agree(self) -> None:
-        """Make a signal that any rank has received the signal of all."""
+        """Make a signal that any rank has received the signal of all ranks."""
         by_rank = self._by_rank()
         if by_rank and len(by_rank) < self.ranks.size:
             time.sleep(PASSED_ON_SECONDS)
@@ -255,7 +255,6 @@ class SharedStopSignals(StopSignals):
             self.rank = next(iter(by_rank)) if len(by_rank) == 1 else None
 
     def _by_rank(self) -> dict[int, int]:
-        """The signals received, by rank."""
         received = self.ranks.gather(self.received)
         return {rank: number for rank, number in enumerate(received) if number is not None}
 
@@ -290,14 +289,14 @@ def open_ranks(config: DistributedConfig) -> Iterator[Ranks]:
     if config.processes == 1:
         yield ALONE
         return
-    started = not dist.is_initialized()  # a caller who made the group also ends it
+    started = not dist.is_initialized()  # a caller who created the group also ends it
     if started:
         _start_group()
     ranks = Ranks(rank=dist.get_rank(), size=dist.get_world_size())
     ranks = replace(ranks, session=ranks.first(lambda: uuid.uuid4().hex))
     try:
         yield ranks
-        with ranks.together():  # the first rank to leave would disconnect the others
+        with ranks.together():  # otherwise the first rank to leave disconnects the others
             pass
     except (ReportedElsewhereError, LostRankError):
         raise
@@ -323,14 +322,14 @@ def _start_group() -> None:
 
 
 def stop_with_launcher() -> None:
-    """Ask for SIGTERM when the launcher dies: its ranks would keep training unseen, under the run's name."""
+    """Request SIGTERM for the death of the launcher: otherwise its ranks would keep training in the background."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
 def _is_first_to_report(session: str) -> bool:
-    """Whether this rank is the first of the run to report an error: several may have the same one."""
+    """Whether this rank is the first to report an error: several ranks may have the same error."""
     try:
         return bool(dist.distributed_c10d._get_default_store().add(f"{session}/reported", 1) == 1)
-    except Exception:  # the process that kept the store is gone
+    except Exception:  # the process with the store has ended
         return True

@@ -1,10 +1,10 @@
-"""FSDP2 for a policy: each rank has a share of its weights, and a whole copy while it decodes or is saved.
+"""FSDP2 for a policy: each rank holds a share of the weights, and a whole copy while it decodes or saves.
 
-Each decoder layer is a unit, and the rest of the model (embeddings, norm, output layer) is the root. A pass of the
-policy enters through the root, which gathers its weights for the pass; layers gather theirs one after the other. The
-native engine reads weights by address, outside forward passes, so it decodes with the copy.
+Each decoder layer is a unit; the rest of the model (embeddings, norm, output layer) is the root. A pass of the policy
+enters through the root, which gathers its weights for the whole pass; layers gather their weights one after the other.
+The native engine reads weights by address, outside forward passes, so it decodes with the copy.
 
-Trainable weights in bfloat16 become float32 shards, which are their own masters: FSDP2 rounds them as it gathers them,
+Trainable bfloat16 weights become float32 shards and serve as their own masters: FSDP2 rounds them when it gathers them,
 and sums gradients over the ranks in float32.
 """
 
@@ -30,21 +30,21 @@ from flatpeak.policy.model import Policy
 
 
 def shard(policy: Policy, replica: Replica, config: DistributedConfig, ranks: Ranks) -> None:
-    """Shard the weights of a policy over the ranks, in place and layer by layer, before an optimizer refers to them.
+    """Shard a policy's weights over the ranks, in place and layer by layer, before an optimizer refers to them.
 
-    `replica` is its copy, which from now on is empty outside of `present`.
+    `replica` is the policy's copy, which is empty from now on outside of `present`.
 
-    UserError if the model has no layers to use as units: a model in one piece would be gathered whole.
+    UserError if the model has no layers to use as units: it would be gathered as a whole.
     """
     causal = policy.causal
     layers = [module for module in causal.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise UserError(
-            f"distributed.strategy={config.strategy}: {type(causal).__name__} has no decoder layers that transformers "
-            "marks, so nothing would be sharded by layer: use distributed.strategy=ddp"
+            f"distributed.strategy={config.strategy}: transformers marks no decoder layers in {type(causal).__name__}, "
+            "so it cannot be sharded by layer: use distributed.strategy=ddp"
         )
     compute_dtype = rounded_dtype(policy)
-    replica.free()  # it may share the policy's memory, which is to be freed
+    replica.free()  # it may share the policy's memory, which sharding frees
     policy.forget_weights()
     mesh = make_mesh(config, ranks, device=policy.device)
     for unit in (*layers, causal):
@@ -59,9 +59,9 @@ def shard(policy: Policy, replica: Replica, config: DistributedConfig, ranks: Ra
 
 
 def rounded_dtype(policy: Policy) -> torch.dtype | None:
-    """The type of trainable weights below float32; None if they are float32 already, as adapters are.
+    """The type of trainable weights below float32; None if they are float32, as adapters are.
 
-    UserError if a model that is trained below float32 has weights of several types: FSDP2 rounds a unit to one type.
+    UserError if a model trained below float32 has weights of several types: FSDP2 rounds a unit to one type.
     """
     dtypes = {weight.dtype for weight in policy.parameters()}
     if all(torch.promote_types(dtype, torch.float32) == dtype for dtype in dtypes):
@@ -69,8 +69,8 @@ def rounded_dtype(policy: Policy) -> torch.dtype | None:
     (lowest, *others) = dtypes | {weight.dtype for weight in policy.model.parameters()}
     if others:
         raise UserError(
-            f"distributed.strategy shards the {', '.join(sorted(str(one)[6:] for one in (lowest, *others)))} weights "
-            "of a model only where the trainable ones are float32: use model.dtype=float32, or strategy=ddp"
+            f"the model has {', '.join(sorted(str(one)[6:] for one in (lowest, *others)))} weights, which "
+            "distributed.strategy shards only if trainable ones are float32: set model.dtype=float32 or strategy=ddp"
         )
     return lowest
 
@@ -80,7 +80,7 @@ def _shard_as_masters(unit: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dt
     for weight in unit.parameters():
         if weight.requires_grad and not isinstance(weight, DTensor):
             weight.data = weight.data.to(torch.float32)
-    # Inputs are not cast: a pass in one process does not round its rotary tables either.
+    # Inputs keep their type, as in a single process, which does not round rotary tables.
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     fully_shard(unit, mesh=mesh, mp_policy=precision)
 
@@ -100,10 +100,10 @@ def _check_sharded(causal: nn.Module) -> None:
 
 
 class Replica(Policy):
-    """A whole copy of a policy that is sharded afterwards; in memory only inside `present`."""
+    """A whole copy of a policy that is sharded; its memory exists only inside `present`."""
 
     def __init__(self, policy: Policy) -> None:
-        """Copy the policy, adapters included; `policy` must still be whole, and shares its weights until sharded."""
+        """Copy the policy, including adapters; `policy` must not be sharded yet, and shares its weights until it is."""
         shared = {
             id(weight): nn.Parameter(weight.detach(), requires_grad=False) for weight in policy.model.parameters()
         }
@@ -130,15 +130,16 @@ class Replica(Policy):
     @torch.no_grad()
     def gather(self) -> None:
         """Gather the weights from all ranks, one by one."""
-        reshard(self._policy.model)  # after a pass the root may still be gathered, with placeholders as parameters
+        reshard(self._policy.model)  # after a pass the root may still be gathered, with placeholder parameters
         sources = dict(self._policy.model.named_parameters())
         for name, weight in self.model.named_parameters():
-            weight.data = full_tensor(sources[name].detach().to(weight.dtype))  # rounded before sending
+            weight.data = full_tensor(sources[name].detach().to(weight.dtype))  # round before communication
         for own, source in zip(self.model.buffers(), self._policy.model.buffers(), strict=True):
             own.copy_(source)
 
     def free(self) -> None:
-        """Free the memory of the weights and of their packed copy, because the next weights have the same versions."""
+        """Free the memory of the weights and of their packed copy, because later weights have the same version
+        numbers."""
         self.kernels.release()
         for weight in self.model.parameters():
             weight.data = weight.data.new_empty(0)

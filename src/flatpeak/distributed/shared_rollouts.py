@@ -1,6 +1,6 @@
-"""Rollouts of several ranks: each samples its share of the groups, the first grades, and all get all results.
+"""Rollouts of several ranks: each samples a share of the groups, the first grades, and all ranks get all results.
 
-Questions whose letters are ranked are divided in the same way. Servers are asked by the first rank, for all ranks.
+Multiple-choice evaluations that rank letters are divided in the same way. The first rank asks servers for all ranks.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from flatpeak.rewards.workers.grading import Grading
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams, Scores
 
 Result = TypeVar("Result")
-"""The result of one prompt."""
 Weights = Callable[[], AbstractContextManager[object]]
-"""Makes a context with the weights to sample from, which all ranks enter."""
+"""Returns a context with the weights for sampling, which all ranks enter."""
 STATES: Final = "ranks"
-"""Key in a checkpoint of the states of a caller's sampler, one per rank."""
+"""Key in a checkpoint for the states of a caller's sampler, one per rank."""
 
 
 def checked_sampler_state(state: Mapping[str, Any], ranks: Ranks) -> Mapping[str, Any]:
-    """The state of a checkpoint; UserError if it has a caller's sampler's states for another number of processes."""
+    """A checkpoint's sampler state; UserError if it has states of a caller's sampler for another number of ranks."""
     saved = len(state[STATES]) if STATES in state else ranks.size
     if saved != ranks.size:
         raise UserError(
-            f"the checkpoint has the states of the caller's sampler in {saved} processes, and this run has "
+            f"the checkpoint has the states of the caller's sampler in {saved} processes, but this run has "
             f"{ranks.size}: resume it with {saved}"
         )
     return state
@@ -45,10 +44,10 @@ def divided(
     ranks: Ranks,
     weights: Weights = nullcontext,
 ) -> list[Result]:
-    """The results of all prompts, in order; rank (p modulo the number of ranks) computes that of prompt p."""
+    """The results of all prompts in order; rank p % (number of ranks) computes the result of prompt p."""
     share = prompts[ranks.rank :: ranks.size]
     with weights(), ranks.together():
-        # A caller's sampler need not handle requests without prompts, which a single process never makes.
+        # Callers' samplers need not support requests without prompts, which a single process never makes.
         own = compute(share) if share else []
     parts = ranks.gather(own)
     return [parts[p % ranks.size][p // ranks.size] for p in range(len(prompts))]
@@ -57,8 +56,8 @@ def divided(
 class SharedSampler(WrappedSampler):
     """A sampler whose requests are divided among the ranks.
 
-    A completion's random numbers depend on the seed, its prompt's id and its index in the group, so every rank would
-    draw the same completion.
+    The random numbers of a completion depend on the seed, its prompt's id and its index in the group, so every rank
+    would draw the same completion.
     """
 
     def __init__(self, sampler: Sampler, ranks: Ranks, *, weights: Weights = nullcontext) -> None:
@@ -69,7 +68,7 @@ class SharedSampler(WrappedSampler):
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> list[Group]:
-        """One group per prompt, in order; every rank draws its share of them."""
+        """One group per prompt, in order; each rank draws its share."""
 
         def draw(share: Sequence[Prompt]) -> list[tuple[Completion, ...]]:
             groups = self.sampler.generate(share, group_size=group_size, sampling=sampling, seed=seed)
@@ -83,7 +82,7 @@ class SharedSampler(WrappedSampler):
         return groups
 
     def state(self) -> Mapping[str, Any]:
-        """The state of the sampler; for a caller's sampler, the states of all ranks, whose prompts differ."""
+        """The state of the sampler; for a caller's sampler the states of all ranks, which have different prompts."""
         own = self.sampler.state()
         if self.sampler.alike:
             return own
@@ -91,15 +90,15 @@ class SharedSampler(WrappedSampler):
         return {STATES: states} if any(states) else {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state; if it has states of all ranks, this rank's."""
+        """Restore a saved state: this rank's, if it has states of all ranks."""
         self.sampler.load(state[STATES][self.ranks.rank] if STATES in state else state)
 
 
 class ServedSampler(WrappedSampler):
-    """A sampler of the first rank that draws for all ranks; only that rank has its metrics and its state."""
+    """A sampler of the first rank that draws for all ranks; only the first has metrics and a state."""
 
     def __init__(self, sampler: Sampler, ranks: Ranks, *, weights: Weights, draws_ahead: bool = False) -> None:
-        """`sampler` is the first rank's; the other ranks have one that does nothing."""
+        """`sampler` is the first rank's; other ranks have one that does nothing."""
         super().__init__(sampler)
         self.ranks = ranks
         self.weights = weights
@@ -108,7 +107,7 @@ class ServedSampler(WrappedSampler):
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> list[Group]:
-        """One group per prompt, in order; an error of the first rank's sampler is raised on every rank."""
+        """One group per prompt, in order; all ranks raise an error of the first rank's sampler."""
 
         def draw() -> list[tuple[tuple[Completion, ...], int | None]]:
             groups = self.sampler.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)
@@ -127,7 +126,7 @@ class ServedSampler(WrappedSampler):
     ) -> Iterator[None]:
         """A context in which the first rank draws a later request with the policy as it was on entry.
 
-        The policy is whole only on entry, when servers get its weights.
+        The policy is whole only on entry, when the servers get its weights.
         """
         with ExitStack() as drawing:
             if self.draws_ahead:
@@ -138,7 +137,7 @@ class ServedSampler(WrappedSampler):
 
 
 class SharedReward(RewardSet):
-    """A reward set that the first rank calls, with its processes, budgets and judges; the others receive the scores."""
+    """A reward set that only the first rank calls, with its processes, budgets and judges; all ranks get the scores."""
 
     delegates = True
 
@@ -168,11 +167,11 @@ class SharedReward(RewardSet):
         return self._failed
 
     def step_budget(self) -> GradingBudget | None:
-        """The seconds that one step of training may lose to answers without a verdict."""
+        """The seconds that a training step may lose to answers without a verdict."""
         return self._own.step_budget()
 
     def grading(self) -> Grading | None:
-        """None: groups are graded once all ranks have sampled theirs."""
+        """None: groups are graded after all ranks have sampled."""
         return None
 
     def finish(
@@ -187,7 +186,7 @@ class SharedReward(RewardSet):
         return scores
 
     def prepare(self, examples: Sequence[Example]) -> None:
-        """Let components check themselves; only the first rank calls it, before it creates the run's directory."""
+        """Let components check themselves; only the first rank calls it, before it creates the run directory."""
         self._own.prepare(examples)
 
     def check(self) -> None:
@@ -197,7 +196,7 @@ class SharedReward(RewardSet):
     def attach(
         self, directory: Path, *, stopping: Callable[[], bool], at_once: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """Let components write into a run's directory, those of the first rank alone."""
+        """Let the first rank's components write into a run directory."""
         if self._ranks.is_first:
             self._own.attach(directory, stopping=stopping, at_once=at_once)
 

@@ -19,7 +19,7 @@ from flatpeak.functional.estimators import (
 )
 from flatpeak.functional.kl import kl_k1, kl_k2, kl_k3
 from flatpeak.functional.logprobs import token_logprobs
-from flatpeak.functional.losses import *  # noqa: F403 - losses lists its names, so a new loss changes one file only
+from flatpeak.functional.losses import *  # noqa: F403 - `__all__` of losses is the only list of losses
 from flatpeak.functional.losses import PolicyLoss
 from flatpeak.functional.sampler_correction import *  # noqa: F403
 from flatpeak.functional.weights import completion_weights

@@ -19,12 +19,12 @@ def group_advantages(
     eps: float = 1e-6,
     valid_PG: Tensor | None = None,
 ) -> Tensor:
-    """A_i = (r_i - b_i) / (s + eps) over the valid rewards of a group; 0 where `valid_PG` is False. Same dtype, [P, G].
+    """A_i = (r_i - b_i) / (s + eps) over a group's valid rewards; 0 if `valid_PG` is False. Same dtype, [P, G].
 
     Baselines: `mean` is b = mean(r) (GRPO, Shao et al. 2024); `leave_one_out` is b_i = the mean of the others (RLOO,
     Ahmadian et al. 2024); `none` is the raw reward (REINFORCE) and needs `scale="none"`.
     Scales, unbiased: `std` of the group; `batch_std` of all valid rewards of the batch; `none` (Dr. GRPO, Liu et al.
-    2025). Under a group baseline, groups of equal rewards or with fewer than two valid ones have advantage exactly 0.
+    2025). With a group baseline, equal rewards or fewer than two valid rewards give advantages of exactly 0.
 
     Raises ValueError for G = 1 under a group baseline, a scale without a baseline, or a valid infinite or NaN reward.
     """
@@ -40,15 +40,15 @@ def group_advantages(
     centred_PG = _centred(rewards_PG, valid_PG, num_valid_P1)
     advantages_PG = centred_PG
     if baseline == "leave_one_out":
-        # r_i - (S - r_i) / (n - 1) is n / (n - 1) times r_i - S / n.
+        # r_i - (S - r_i) / (n - 1) = n / (n - 1) * (r_i - S / n).
         advantages_PG = centred_PG * (num_valid_P1 / (num_valid_P1 - 1).clamp(min=1))
     if scale == "std":
         variance_P1 = centred_PG.square().sum(-1, keepdim=True) / (num_valid_P1 - 1).clamp(min=1)
         advantages_PG = advantages_PG / (variance_P1.sqrt() + eps)
     elif scale == "batch_std":
         advantages_PG = advantages_PG / (_batch_std(rewards_PG[valid_PG]) + eps)
-    # Compare the rewards instead of their differences from the mean: the mean of equal numbers is rarely exactly that
-    # number, and dividing the rounding error by a tiny std would blow it up.
+    # Test the rewards for equality, not their deviations: the mean of equal floats can differ from them by rounding,
+    # and a division by a tiny std would amplify that.
     lowest_P1 = rewards_PG.masked_fill(~valid_PG, torch.inf).amin(-1, keepdim=True)
     highest_P1 = rewards_PG.masked_fill(~valid_PG, -torch.inf).amax(-1, keepdim=True)
     return advantages_PG.masked_fill(~(valid_PG & (highest_P1 > lowest_P1)), 0.0)
@@ -66,7 +66,7 @@ def _check(rewards_PG: Tensor, baseline: Baseline, scale: Scale) -> None:
     if baseline != "none" and rewards_PG.shape[1] < 2:
         raise ValueError(
             f"group size {rewards_PG.shape[1]} with baseline={baseline!r}: a group baseline needs at least 2 "
-            'completions per prompt, or give baseline="none", scale="none"'
+            'completions per prompt; otherwise give baseline="none", scale="none"'
         )
 
 
@@ -87,5 +87,5 @@ def _centred(rewards_PG: Tensor, valid_PG: Tensor, num_valid_P1: Tensor) -> Tens
 
 
 def _batch_std(rewards_N: Tensor) -> Tensor:
-    """The unbiased standard deviation; 0 for fewer than two rewards, when no advantage needs scaling."""
+    """The unbiased standard deviation; 0 for fewer than two rewards."""
     return rewards_N.std(correction=1) if rewards_N.numel() > 1 else rewards_N.new_zeros(())

@@ -1,6 +1,6 @@
-"""The Bradley-Terry loss of reward models and its relatives: elementwise, the caller weights and sums.
+"""The Bradley-Terry loss of reward models and related measures, elementwise: the caller weights and sums.
 
-P preference pairs; `chosen_P` and `rejected_P` are a reward model's scores of the preferred and the rejected answer.
+P preference pairs; `chosen_P` and `rejected_P` are the reward model's scores of the preferred and rejected answers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ def bradley_terry_loss(chosen_P: Tensor, rejected_P: Tensor, *, margin: float | 
 
 
 def centering_penalty(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
-    """(chosen + rejected)^2, which pulls the scores' mean to 0. Eisenstein et al. 2023."""
+    """(chosen + rejected)^2, which pulls the mean score to 0. Eisenstein et al. 2023."""
     return (chosen_P + rejected_P).square()
 
 
 def preference_accuracy(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
-    """1 where the chosen answer scores higher, 0 where it scores lower, 1/2 where the two are equal; NaN for NaN."""
+    """1 if the chosen answer scores higher, 0 if it scores lower, 1/2 for equal scores, NaN for NaN."""
     difference_P = chosen_P - rejected_P
     right_P = (torch.sign(difference_P) + 1) / 2
     return torch.where(difference_P.isnan(), difference_P, right_P)  # the sign of NaN is 0
@@ -33,7 +33,7 @@ def preference_accuracy(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
 def calibration_error(probabilities_N: Tensor, outcomes_N: Tensor, *, bins: int = 10) -> Tensor:
     """Expected calibration error: sum over bins of n_b / N * |mean probability - mean outcome|. Guo et al. 2017.
 
-    `probabilities_N` in [0, 1] fall into `bins` bins of equal width; `outcomes_N` are the outcomes, in [0, 1].
+    `probabilities_N` in [0, 1] fall into `bins` bins of equal width. `outcomes_N` are in [0, 1].
     NaN for empty input.
     """
     if bins < 1:

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 ROUNDING = 32.0
-"""A residual below this many units in the last place of the largest product is rounding error."""
+"""A residual below this many units in the last place of the largest product counts as rounding error."""
 
 
 def regularized_gradient(grad: Tensor, perturbed_grad: Tensor, *, strength: float, step: float) -> Tensor:
     """g + strength / step * (g' - g), with g' the gradient at theta + step * g.
 
-    With a forward difference this is the gradient of L + strength / 2 * ||grad L||^2: the penalty term is
-    strength * H g, and the error is O(step). It is elementwise, so shards of a gradient can be combined separately.
-    At strength = step it is g' (SAM).
+    With a forward difference this is the gradient of L + strength / 2 * ||grad L||^2. The penalty term is strength * H
+    g with error O(step). The formula is elementwise, so each shard of a gradient can be combined separately. With
+    strength = step the result is g' (SAM).
     """
     if step == 0:
         raise ValueError("step=0: the difference quotient needs a perturbation, give a step above 0")
@@ -31,8 +31,9 @@ def hessian_vector_product(
     """H v, exact by double backward (Pearlmutter 1994): the gradient of sum_j <dL/dp_j, v_j>; zeros where L is linear.
 
     `loss_fn` returns the scalar loss at the current `params`; `vector` has one tensor of the same shape per parameter.
-    Every operation of the loss must be twice differentiable: use SDPA's MATH backend for attention, and do not use
-    `token_logprobs`. This is a reference for tests: it costs two backward passes and their memory.
+    Every operation of the loss must be twice differentiable: use SDPA's MATH backend for attention instead of fused
+    kernels, and full logits instead of `token_logprobs`. A test reference: it costs two backward passes and their
+    memory.
     """
     if [v.shape for v in vector] != [p.shape for p in params]:
         raise ValueError("vector does not match params: give one tensor of the same shape per parameter")
@@ -46,19 +47,19 @@ def hessian_vector_product(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Eigenvalue:
-    """An estimate of the largest eigenvalue of a symmetric operator H, and how reliable it is."""
+    """An estimate of the largest eigenvalue of a symmetric operator H, with its accuracy."""
 
     value: float
-    """The Rayleigh quotient v^T H v of a unit vector: up to rounding, never above the largest eigenvalue. NaN if a
-    product was not finite."""
+    """The Rayleigh quotient v^T H v of a unit vector. It never exceeds the largest eigenvalue by more than rounding.
+    NaN if a product was not finite."""
     residual: float
-    """||H v - value v|| / |value|: H has an eigenvalue at most this far from `value`, relative to it. Infinite if
+    """||H v - value v|| / |value|: an eigenvalue of H lies within this relative distance of `value`. Infinite if
     `value` is 0 and the numerator is not."""
     iterations: int
-    """The number of products H v computed."""
+    """The number of products H v."""
     converged: bool
-    """Whether the residual is within the tolerance, or within rounding of the largest product. In the second case, with
-    a residual above 1, one more step must confirm convergence: it raises the value by no more than the residual."""
+    """Whether the residual is within the tolerance or within rounding of the largest product. If only rounding explains
+    a residual above 1, one more step must confirm it: the value may then rise by at most the residual."""
 
 
 def top_eigenvalue(
@@ -71,12 +72,14 @@ def top_eigenvalue(
 ) -> Eigenvalue:
     """The largest (algebraic, not absolute) eigenvalue of a symmetric H, by locally optimal power iteration.
 
-    `product` returns H v for v of the shapes of `like`, at least float32. Power iteration replaces v by H v; this
-    method takes the best vector in the span of v, its residual and the last step, and also needs one product per
-    iteration (Knyazev 2001, SIAM J. Sci. Comput. 23, 517-541, without preconditioner). If a negative eigenvalue of
-    magnitude s dominates, plain power iteration has to work on H + s. Hessians of networks have mostly eigenvalues near
-    0, which H + s moves next to the wanted eigenvalue; this method shifts nothing. It holds six vectors and draws the
-    start from `seed`. ValueError for fewer than one iteration, or a tolerance that is not positive.
+    `product` returns H v in at least float32, for v with the shapes of `like`. Power iteration replaces v by H v. This
+    method takes the best vector in the span of v, its residual and the last step, at the same cost of one product per
+    iteration (Knyazev 2001, SIAM J. Sci. Comput. 23, 517-541, without preconditioner).
+
+    Plain power iteration needs a shift, H + s, if a negative eigenvalue of magnitude s dominates. The Hessian of a
+    network has many eigenvalues near 0, and the shift moves them close to the wanted eigenvalue. This method needs no
+    shift. It holds six vectors and draws the first from `seed`. ValueError for fewer than one iteration, or a tolerance
+    that is not positive.
     """
     if iterations < 1 or not tolerance > 0:
         raise ValueError(f"iterations={iterations}, tolerance={tolerance}: give at least 1, and more than 0")
@@ -90,7 +93,8 @@ def top_eigenvalue(
         distance = math.sqrt(_dot(residual, residual))
         if not math.isfinite(largest + distance):
             return Eigenvalue(value=math.nan, residual=math.nan, iterations=count, converged=False)
-        # A larger eigenvalue may be hidden within the rounding of a far larger negative one: one more step shows it.
+        # The rounding error of a much larger negative eigenvalue can hide a larger eigenvalue: one more step reveals
+        # it.
         is_rounding = distance <= ROUNDING * _eps(like) * largest
         converged = distance <= tolerance * abs(value) or (is_rounding and (distance <= abs(value) or value <= ceiling))
         if converged or count == iterations:
@@ -121,9 +125,9 @@ class _Mapped:
         *,
         orthogonal_to: _Mapped | None = None,
     ) -> _Mapped:
-        """Orthogonalize a vector to another one, normalize it and map it."""
+        """Orthogonalize a vector to `orthogonal_to`, normalize it and apply H."""
         if orthogonal_to is not None:
-            for _ in range(2):  # the second time removes the rounding error of the first
+            for _ in range(2):  # the second pass removes the rounding error of the first
                 vector = _plus(vector, orthogonal_to.vector, -_dot(vector, orthogonal_to.vector))
         unit = _scaled(vector, 1 / (math.sqrt(_dot(vector, vector)) or 1.0))
         return cls(vector=unit, image=[_at_least_float32(one) for one in product(unit)])
@@ -134,7 +138,7 @@ class _Mapped:
         return math.sqrt(_dot(self.image, self.image))
 
     def plus(self, other: _Mapped, factor: float) -> _Mapped:
-        """v + factor * other, which is not a unit vector."""
+        """v + factor * other, not normalized."""
         return _Mapped(vector=_plus(self.vector, other.vector, factor), image=_plus(self.image, other.image, factor))
 
     def normalized(self) -> _Mapped:
@@ -149,7 +153,7 @@ def _best_combination(best: _Mapped, uphill: _Mapped, step: _Mapped | None) -> t
     if step is not None:
         for one in basis:
             step = step.plus(one, -_dot(step.vector, one.vector))
-        # If the step lies in the span of the others, only rounding error remains of it.
+        # A step in the span of the other two vectors leaves only rounding error.
         if _dot(step.vector, step.vector) > _eps(step.vector):
             basis.append(step.normalized())
     quotients = torch.tensor([[_dot(a.vector, b.image) for b in basis] for a in basis], dtype=torch.float64)
@@ -163,12 +167,12 @@ def _best_combination(best: _Mapped, uphill: _Mapped, step: _Mapped | None) -> t
 
 
 def _at_least_float32(tensor: Tensor) -> Tensor:
-    """The tensor, in float32 where its own type is less precise."""
+    """The tensor in float32, or in its own type if that is more precise."""
     return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _standard_normal(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Standard normal numbers, drawn on the CPU so that every device gets the same."""
+    """Standard normal numbers, drawn on the CPU so that all devices get the same numbers."""
     return torch.randn(like.shape, generator=generator).to(_at_least_float32(like))
 
 

@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 _RESAMPLED_AT_ONCE = 1 << 22
-"""Numbers drawn at a time by the bootstrap: 32 MiB."""
+"""Numbers that the bootstrap draws at a time: 32 MiB."""
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """The probability that k of the samples, drawn without replacement, include a correct one.
 
-    1 - C(n - c, k) / C(n, k), the unbiased estimator of Chen et al. 2021, in integers: only the last step rounds.
+    1 - C(n - c, k) / C(n, k), the unbiased estimator of Chen et al. 2021. Exact integers until the last division.
     Raises ValueError for k > n, k < 1, or c outside 0..n.
     """
     _check_draws(num_samples, k)
@@ -31,12 +31,11 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def maj_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool], k: int) -> float:
     """The probability that the majority answer of k of the n samples, drawn without replacement, is right.
 
-    Equal answers vote together, ties are broken uniformly at random, and None (no answer) does not vote: a draw
-    without votes is wrong. If samples with the same answer were judged differently, the answer counts as the fraction
-    of them judged right.
-    Exact for every k, without simulation: counts of a draw without replacement are independent binomials, given that
-    Exact for every k, without simulation: counts of a draw without replacement are independent binomials, given that
-    they sum to k. Raises ValueError for k > n, k < 1, or lists of different lengths.
+    Equal answers vote together and ties are broken uniformly at random. None (no answer) does not vote, and a draw
+    without votes is wrong. If samples with the same answer got different verdicts, the answer counts as their share of
+    correct verdicts.
+    The result is exact for every k: counts of a draw without replacement are independent binomials, given that they sum
+    to k. Raises ValueError for k > n, k < 1, or lists of different lengths.
     """
     num_samples = len(answers)
     _check_draws(num_samples, k)
@@ -72,7 +71,7 @@ def bootstrap_interval(
     """
     values_N = np.asarray(values, dtype=np.float64)
     if values_N.ndim != 1 or values_N.size == 0 or not np.isfinite(values_N).all():
-        raise ValueError("a bootstrap needs a flat list of at least one value, all finite")
+        raise ValueError("the bootstrap needs a flat list of at least one value, all finite")
     if not 0 < confidence < 1 or num_resamples < 1:
         raise ValueError(
             f"confidence={confidence}, num_resamples={num_resamples}: give a confidence between 0 and 1 "
@@ -100,7 +99,7 @@ def bootstrap_interval(
 def wilson_interval(successes: float, total: float, confidence: float = 0.95) -> tuple[float, float]:
     """The score interval (low, high) of a proportion (Wilson 1927).
 
-    Unlike the bootstrap interval, it has a width when all or none succeed: 0 of n reaches up to z^2 / (n + z^2).
+    Unlike the bootstrap interval, it has a width even if all or none succeed: 0 of n gives up to z^2 / (n + z^2).
     Raises ValueError for total < 1, successes outside 0..total, or a confidence outside (0, 1).
     """
     if total < 1 or not 0 <= successes <= total:
@@ -112,7 +111,7 @@ def wilson_interval(successes: float, total: float, confidence: float = 0.95) ->
     center = share + z * z / (2 * total)
     half = z * sqrt(share * (1 - share) / total + (z / (2 * total)) ** 2)
     scale = 1 + z * z / total
-    # Exact at the edges, where rounding could end slightly below 0 or above 1.
+    # Exact at the edges: rounding could give slightly less than 0 or more than 1.
     low = 0.0 if successes == 0 else (center - half) / scale
     high = 1.0 if successes == total else (center + half) / scale
     return low, high
@@ -125,9 +124,9 @@ class PairedDifference:
     difference: float
     """mean(b) - mean(a)."""
     low: float
-    """Lower end of the bootstrap interval of the difference."""
+    """Lower bound of the bootstrap interval of the difference."""
     high: float
-    """Upper end."""
+    """Upper bound."""
 
 
 def paired_bootstrap(
@@ -138,12 +137,12 @@ def paired_bootstrap(
     num_resamples: int = 10000,
     seed: int = 0,
 ) -> PairedDifference:
-    """The mean of b - a over items scored under both, with the interval of `bootstrap_interval`, resampling items.
+    """The mean of b - a over items scored under both, with the interval of `bootstrap_interval` over items.
 
-    Raises ValueError for lists of different lengths, and for the reasons `bootstrap_interval` does.
+    Raises ValueError for lists of different lengths, and otherwise as `bootstrap_interval` does.
     """
     if len(a) != len(b):
-        raise ValueError(f"a has {len(a)} values and b {len(b)}: pairs are by index, give both for the same items")
+        raise ValueError(f"a has {len(a)} values and b {len(b)}: pairs are by index, so give both for the same items")
     differences_N = np.asarray(b, dtype=np.float64) - np.asarray(a, dtype=np.float64)
     low, high = bootstrap_interval(differences_N, confidence=confidence, num_resamples=num_resamples, seed=seed)
     return PairedDifference(difference=float(differences_N.mean()), low=low, high=high)
@@ -161,7 +160,7 @@ def _win_probability(count: int, others: Sequence[int], num_silent: int, k: int)
     total = 0.0
     for votes in range(1, len(taken[count])):
         ties_and_draws = _rivals([taken[c] for c in others], votes, k - votes)
-        # The draws that no answer with votes takes come from the samples without an answer.
+        # Samples without an answer fill the rest of the draw.
         silent = np.zeros(k - votes + 1)
         silent[: len(taken[num_silent])] = taken[num_silent][: k - votes + 1]
         chance_of_ties = ties_and_draws @ silent[::-1]
@@ -171,14 +170,14 @@ def _win_probability(count: int, others: Sequence[int], num_silent: int, k: int)
 
 
 def _binomial(count: int, k: int, num_samples: int) -> NDArray[np.float64]:
-    """The chances [u] of u successes, at most k, in `count` trials of k / num_samples each; computed from integers."""
+    """P(u successes) for u <= k in `count` trials with probability k / num_samples each; computed from integers."""
     whole = num_samples**count
     ways = (comb(count, u) * k**u * (num_samples - k) ** (count - u) for u in range(min(count, k) + 1))
     return np.array([w / whole for w in ways])
 
 
 def _rivals(taken: Sequence[NDArray[np.float64]], votes: int, draws: int) -> NDArray[np.float64]:
-    """The chances [j, d] that the others draw d samples in total, none more than `votes`, and exactly j of them tie."""
+    """[j, d]: the probability that the others draw d samples in total, none above `votes` and exactly j equal to it."""
     table = np.zeros((draws // votes + 1, draws + 1))
     table[0, 0] = 1.0
     for chances in taken:

@@ -21,8 +21,8 @@ def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """exp(d) - d - 1 with d = log ref - log p. Unbiased and never negative.
 
-    Like every log-ratio, d is clamped at +-20, because exp would overflow; beyond the clamp the gradient is 0.
+    Like every log-ratio, d is clamped at +-20 against overflow; beyond the clamp the gradient is 0.
     """
     d = (ref_logprobs - logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    # expm1: for d near 0, exp(d) - d - 1 would consist of rounding error only.
+    # expm1: for d near 0, exp(d) - d - 1 would be rounding error only.
     return torch.expm1(d) - d

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy from hidden states, in chunks: a [T, V] tensor never exists.
+"""Log-probabilities and entropy from hidden states, in chunks, so that no [T, V] tensor is allocated.
 
 For 32k tokens and a vocabulary of 150k, the logits alone would take 20 GB. The backward pass recomputes each chunk's
 logits, at the cost of one more matrix product.
@@ -16,13 +16,13 @@ from torch import Tensor
 from flatpeak.kernels.matmul import add_linear, linear
 
 _LOGITS_PER_CHUNK_CPU = 1 << 22
-"""16 MiB of float32: fits larger caches, and still keeps passes over the gradient of a large output layer few."""
+"""16 MiB of float32: fits large caches, and still needs few passes over the gradient of a large output layer."""
 _LOGITS_PER_CHUNK = 1 << 26
 """256 MiB of float32."""
 _ROWS_CPU = 256
-"""The smallest number of rows in a chunk on a CPU: with fewer, the product with a large output layer is slower."""
+"""The least rows of a chunk on a CPU: with fewer, the product with a large output layer is slower."""
 _ROW_MULTIPLE = 64
-"""Whole tiles for the matrix product, so that a token's row is computed the same way in every chunk but the last."""
+"""Whole tiles of the matrix product, so that every chunk but the last computes a token's row in the same way."""
 
 
 def token_logprobs(
@@ -41,15 +41,15 @@ def token_logprobs(
     z = s (h W^T + b) / temperature with logit_scale s; with softcap c, z = c tanh(s (h W^T + b) / c) / temperature.
     logprobs_t = z_y - log sum_v exp(z_v), entropy_t = -sum_v p_v log p_v. Logits must be finite.
 
-    Matrix products run in the inputs' dtype (under autocast, in its dtype); everything else, results included, is
-    float32, or float64 for float64 inputs. Both outputs give gradients to hidden, weight and bias, once:
-    differentiating twice raises RuntimeError. `chunk_size` is the number of tokens per chunk and changes only memory
-    and speed; None chooses it. Raises ValueError for shapes or dtypes that do not fit.
+    Matrix products run in the inputs' dtype, or in autocast's. Everything else, results included, is float32, or
+    float64 for float64 inputs. Both outputs can be differentiated once, with respect to hidden, weight and bias; a
+    second differentiation raises RuntimeError. `chunk_size`, in tokens, changes only memory and speed; None chooses it.
+    Raises ValueError for shapes or dtypes that do not match.
     """
     hidden_TD, output_weight_VD, bias_V = _autocast(hidden_TD, output_weight_VD, bias_V)
     _check(hidden_TD, output_weight_VD, targets_T, bias_V, chunk_size)
     if temperature <= 0 or (softcap is not None and softcap <= 0):
-        raise ValueError(f"temperature={temperature}, softcap={softcap}: both have to be above 0 (softcap None is off)")
+        raise ValueError(f"temperature={temperature}, softcap={softcap}: give values above 0 (softcap=None is off)")
     if chunk_size is None:
         chunk_size = chunk_tokens(len(output_weight_VD), on_cpu=hidden_TD.device.type == "cpu")
     head = _Head(softcap=softcap, logit_scale=logit_scale, temperature=temperature, chunk_size=chunk_size)
@@ -58,13 +58,13 @@ def token_logprobs(
 
 
 def chunk_tokens(vocabulary: int, *, on_cpu: bool) -> int:
-    """The tokens per chunk when `token_logprobs` chooses."""
+    """The tokens per chunk if the caller of `token_logprobs` gives none."""
     budget, least = (_LOGITS_PER_CHUNK_CPU, _ROWS_CPU) if on_cpu else (_LOGITS_PER_CHUNK, _ROW_MULTIPLE)
     return max(least, budget // (vocabulary * _ROW_MULTIPLE) * _ROW_MULTIPLE)
 
 
 def _autocast(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cast as autocast does before a linear layer, so that the backward pass recomputes with the same dtype."""
+    """Cast as autocast does for a linear layer, so that the backward pass recomputes in the same dtype."""
     device = hidden_TD.device.type
     if not torch.is_autocast_enabled(device) or hidden_TD.dtype == torch.float64:
         return hidden_TD, weight_VD, bias_V
@@ -93,7 +93,7 @@ def _check(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Head:
-    """The transformation of hidden states into the inputs of softmax, for chunks of tokens."""
+    """The transformation from hidden states to the inputs of softmax, for chunks of tokens."""
 
     softcap: float | None
     logit_scale: float
@@ -105,7 +105,7 @@ class _Head:
         return (slice(start, start + self.chunk_size) for start in range(0, num_tokens, self.chunk_size))
 
     def scores(self, hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
-        """The chunk's z, [C, V] in at least float32, in newly allocated memory."""
+        """The chunk's z, [C, V] in at least float32, newly allocated."""
         scores_CV = linear(hidden_CD, weight_VD, bias_V)
         scores_CV = scores_CV.to(_result_dtype(scores_CV))
         if self.logit_scale != 1:
@@ -138,7 +138,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 logprobs_CV = torch.log_softmax(scores_CV, -1)
                 logprobs_T[rows] = logprobs_CV.gather(1, targets_T[rows, None]).squeeze(1)
                 entropy_T[rows] = torch.exp(logprobs_CV, out=scores_CV).mul_(logprobs_CV).sum(-1).neg_()
-                del scores_CV, logprobs_CV  # otherwise they would live until the next chunk has allocated its tensors
+                del scores_CV, logprobs_CV  # free them before the next chunk allocates its tensors
         ctx.head = head
         ctx.save_for_backward(hidden_TD, weight_VD, targets_T, bias_V, entropy_T)
         return logprobs_T, entropy_T
@@ -181,14 +181,14 @@ class _TokenLogprobs(torch.autograd.Function):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Gradients:
-    """The requested gradients, filled chunk by chunk: weight and bias are summed in at least float32."""
+    """The requested gradients, filled chunk by chunk; weight and bias are summed in at least float32."""
 
     hidden_TD: Tensor | None
     weight_VD: Tensor | None
     bias_V: Tensor | None
 
     def add(self, grad_CV: Tensor, hidden_CD: Tensor, weight_VD: Tensor, rows: slice) -> None:
-        """Add the contribution of a chunk, given its gradient with respect to h W^T + b."""
+        """Add a chunk's contribution, given its gradient with respect to h W^T + b."""
         if self.bias_V is not None:
             self.bias_V.add_(grad_CV.sum(0))
         grad_CV = grad_CV.to(hidden_CD.dtype)
@@ -199,10 +199,10 @@ class _Gradients:
 
 
 class _DifferentiatedOnce(torch.autograd.Function):
-    """Passes a gradient through, and raises an error if it is differentiated again.
+    """Passes a gradient through, and raises an error in a second derivative.
 
-    torch's `once_differentiable` treats the gradient as a constant in a second derivative if the incoming gradient is
-    constant: a Hessian computed through it would be wrong without any error.
+    torch's `once_differentiable` treats a constant incoming gradient as a constant in a second derivative too: a
+    Hessian would be wrong without any error.
     """
 
     @staticmethod
@@ -211,7 +211,7 @@ class _DifferentiatedOnce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError("token_logprobs is differentiable once: for second derivatives, log_softmax of full logits")
+        raise RuntimeError("token_logprobs has no second derivative: use log_softmax of full logits")
 
 
 def _score_gradient(
@@ -225,7 +225,7 @@ def _score_gradient(
         p_CV = torch.exp(logprobs_CV, out=scores_CV)
         factors_CV = logprobs_CV.add_(entropy_C[:, None]).mul_(-grad_entropy_C[:, None]).sub_(grad_logprobs_C[:, None])
         grad_CV = factors_CV.mul_(p_CV)
-    # Every row is written once, so unlike scatter_add_ this is deterministic on every device.
+    # Each row is written once, so unlike scatter_add_ this is deterministic on every device.
     rows_C = torch.arange(len(targets_C), device=targets_C.device)
     grad_CV[rows_C, targets_C] += grad_logprobs_C
     return grad_CV

@@ -1,8 +1,8 @@
-"""Importance ratios and per-token policy losses, elementwise and to be minimized; the caller weighs and sums.
+"""Importance ratios and per-token policy losses to minimize, elementwise: the caller weights and sums.
 
-Ratios compare full-vocabulary log-probabilities at the sampling temperature. On-policy every ratio is 1, so a
-surrogate has the value -A while its gradient is that of -A log p: a loss near 0 does not mean a gradient near 0.
-`POLICY_LOSSES` at the end names the losses that a recipe can choose.
+Ratios compare full-vocabulary log-probabilities at the sampling temperature. On-policy every ratio is 1: a surrogate
+has the value -A and the gradient of -A log p, so a loss near 0 does not mean a gradient near 0. `POLICY_LOSSES` lists
+the losses that a recipe can choose.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to +- this limit: a larger ratio (4.9e8) is useless as an estimate, and exp would overflow."""
+"""Limit of log-ratios: exp of a larger one could overflow, and a ratio above 4.9e8 is useless as an estimate."""
 
 
 def importance_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
@@ -38,14 +38,14 @@ def importance_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 def sequence_importance_ratio(logprobs_T: Tensor, old_logprobs_T: Tensor, sequence_T: Tensor, num: int) -> Tensor:
     """s_i = exp(mean_t (log p_it - log p_old,it)), assigned to each token of completion i. GSPO, Zheng et al. 2025.
 
-    `sequence_T` gives the completion of each token, 0 .. `num` - 1; completions must be whole. The mean log-ratio is
+    `sequence_T` is the completion of each token, 0 .. `num` - 1; completions must be whole. The mean log-ratio is
     clamped at +-20. Differentiable: d s_i / d log p_it = s_i / len_i.
     """
     log_ratios_T = logprobs_T - old_logprobs_T
     sums_N = log_ratios_T.new_zeros(num).index_add(0, sequence_T, log_ratios_T)
     lengths_N = log_ratios_T.new_zeros(num).index_add(0, sequence_T, torch.ones_like(log_ratios_T))
     means_N = sums_N / lengths_N.clamp(min=1)
-    # Not means_N[sequence_T]: its backward pass adds repeated rows in an undefined order.
+    # Not means_N[sequence_T]: its backward pass sums repeated rows in an undefined order.
     return torch.exp(means_N.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).index_select(0, sequence_T)
 
 
@@ -64,12 +64,12 @@ def clipped_surrogate(
 ) -> Tensor:
     """-min(r A, clamp(r, 1 - clip_low, 1 + clip_high) A). PPO, Schulman et al. 2017; unequal sides, Yu et al. 2025.
 
-    With `dual_clip` c > 1 the loss is at most -c A where A < 0 (Ye et al. 2020); PPO leaves r unbounded there.
+    With `dual_clip` c > 1 the loss is at most -c A if A < 0 (Ye et al. 2020); PPO leaves r unbounded there.
     """
     if clip_low < 0 or clip_high < 0:
-        raise ValueError(f"clip_low={clip_low}, clip_high={clip_high}: both are distances from 1, give 0 or more")
+        raise ValueError(f"clip_low={clip_low}, clip_high={clip_high}: give distances from 1, at least 0")
     if dual_clip is not None and dual_clip <= 1:
-        raise ValueError(f"dual_clip={dual_clip}: it bounds ratios above 1, give more than 1 (3 is usual)")
+        raise ValueError(f"dual_clip={dual_clip}: it bounds ratios above 1, so give more than 1 (3 is usual)")
     loss = torch.maximum(-ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     if dual_clip is None:
         return loss
@@ -79,15 +79,15 @@ def clipped_surrogate(
 def truncated_policy_gradient(logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, cap: float) -> Tensor:
     """-stopgrad(min(r, cap)) A log p. CISPO, MiniMax 2025: every token keeps a gradient.
 
-    `cap` is absolute, not a distance from 1: below 1 it scales down even the on-policy gradient.
+    `cap` is a value of the ratio, not a distance from 1: below 1 it scales down even the on-policy gradient.
     """
     if cap <= 0:
-        raise ValueError(f"cap={cap}: it bounds the ratio itself, give more than 0 (5 is usual)")
+        raise ValueError(f"cap={cap}: it bounds the ratio itself, so give more than 0 (5 is usual)")
     return -ratio.clamp(max=cap).detach() * advantages * logprobs
 
 
 def frozen_policy_loss(logprobs_T: Tensor, coefficients_T: Tensor) -> Tensor:
-    """c_t log p_t: the same actions with the same weights, as if the perturbed policy had drawn them ("reuse").
+    """c_t log p_t, with weights c_t as if the perturbed policy had drawn the same actions ("reuse").
 
     Its Hessian omits sum_t c_t grad log p_t grad log p_t^T. On a softmax bandit with centred advantages the remaining
     Hessian is 0.
@@ -103,10 +103,10 @@ def reweighted_policy_loss(
     sequence_T: Tensor | None = None,
     num_sequences: int = 0,
 ) -> Tensor:
-    """c_t p_t / p_t^first: the importance-weighted loss with the first pass's clip mask ("importance").
+    """c_t p_t / p_t^first: the importance-weighted loss with the clip mask of the first pass ("importance").
 
-    It equals the surrogate -r A with r = p / p_old wherever the first pass did not clip. With
-    `sequence_T` (int64 [T], completions 0 .. num_sequences - 1) the ratio is each completion's geometric mean (GSPO).
+    It equals the surrogate -r A with r = p / p_old for all tokens that the first pass did not clip. With `sequence_T`
+    (int64 [T], completions 0 .. num_sequences - 1) the ratio is each completion's geometric mean (GSPO).
     """
     if sequence_T is None:
         return coefficients_T * importance_ratio(logprobs_T, first_logprobs_T)
@@ -122,19 +122,19 @@ def capped_policy_loss(logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor
 
 
 class Coefficients(Protocol):
-    """The coefficients of all losses, as in the section `objective` of a recipe."""
+    """The coefficients of all losses; the section `objective` of a recipe has them."""
 
     @property
     def clip_low(self) -> float:
-        """Distance below 1 at which the ratio is clipped."""
+        """Clip bound of the ratio, as a distance below 1."""
 
     @property
     def clip_high(self) -> float:
-        """Distance above 1 at which the ratio is clipped."""
+        """Clip bound of the ratio, as a distance above 1."""
 
     @property
     def dual_clip(self) -> float | None:
-        """Bound of the ratio where the advantage is negative; None leaves it unbounded."""
+        """Bound of the ratio for negative advantages; None leaves it unbounded."""
 
     @property
     def cap(self) -> float:
@@ -146,12 +146,12 @@ TokenFunction = Callable[[Tensor, Tensor, Tensor, Coefficients], Tensor]
 
 
 def _never_clipped(logprobs: Tensor, ratio: Tensor, advantages: Tensor, coefficients: Coefficients) -> Tensor:
-    """False for every token, because the loss does not clip."""
+    """False for every token, for losses without a clip."""
     return torch.zeros_like(ratio, dtype=torch.bool)
 
 
 def _clipped_tokens(logprobs: Tensor, ratio: Tensor, advantages: Tensor, coefficients: Coefficients) -> Tensor:
-    """Whether PPO's clip removes a token's gradient: r is beyond the bound that the advantage pushes it towards."""
+    """Whether PPO's clip removes a token's gradient: r is beyond the bound towards which the advantage pushes it."""
     above = (ratio > 1 + coefficients.clip_high) & (advantages > 0)
     below = (ratio < 1 - coefficients.clip_low) & (advantages < 0)
     if coefficients.dual_clip is not None:
@@ -161,16 +161,16 @@ def _clipped_tokens(logprobs: Tensor, ratio: Tensor, advantages: Tensor, coeffic
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyLoss:
-    """A loss that a recipe can choose, called the same way as all others."""
+    """A loss that a recipe can choose; all losses have the same signature."""
 
     value: TokenFunction
-    """The loss of each token, from that token's values alone: batches are split anywhere between completions."""
+    """The loss of each token from that token's values alone, so that batches may be split between any completions."""
     clipped: TokenFunction = _never_clipped
-    """bool: tokens whose gradient the clip removes or, for CISPO, caps."""
+    """bool: tokens whose gradient the clip removes, or caps in the case of CISPO."""
     with_curvature: TokenFunction | None = None
-    """A loss with the same gradient and a meaningful second derivative, for a `value` that detaches the ratio."""
+    """A loss with the same gradient and a meaningful second derivative, if `value` detaches the ratio."""
     all_tokens: bool = False
-    """Whether a token of advantage 0 can have a gradient, so that the passes must not skip it."""
+    """Whether a token of advantage 0 can have a gradient; if so, no pass may skip it."""
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {

@@ -1,8 +1,8 @@
-"""Bounded importance weights for tokens that were drawn by another policy than the one being trained.
+"""Bounded importance weights for tokens that a policy other than the trained one has sampled.
 
-With mu the sampler and p_old the trainer's policy before the step's updates, E_mu[w f] = E_p_old[f] for the weight
-w = p_old / mu. A sampler that rounds differently (another engine, another dtype) or has older weights is such a mu. The
-weights multiply the policy loss as constants, and leave the ratio p / p_old and its clip unchanged.
+Let mu be the sampler and p_old the trainer's policy before the step's updates. The weight w = p_old / mu gives
+E_mu[w f] = E_p_old[f]. mu differs from p_old if the sampler rounds differently (another engine or dtype) or has older
+weights. The weights multiply the policy loss as constants; the ratio p / p_old and its clip do not change.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ __all__ = ["masked_importance_weights", "sequence_probability_ratio", "truncated
 
 
 def sequence_probability_ratio(logprobs_T: Tensor, sampler_logprobs_T: Tensor, sequence_T: Tensor, num: int) -> Tensor:
-    """R_i = exp(sum_t (log p_it - log mu_it)), the ratio of the whole completion's probability, on each of its tokens.
+    """R_i = exp(sum_t (log p_it - log mu_it)): the whole completion's probability ratio, for each of its tokens.
 
-    `sequence_T` gives the completion of each token, 0 .. `num` - 1; completions must be whole. The sum is clamped at
-    +-20. Unlike GSPO's ratio (`sequence_importance_ratio`) it is not a mean, so its spread grows with the length.
+    `sequence_T` is the completion of each token, 0 .. `num` - 1; completions must be whole. The sum is clamped at +-20.
+    Unlike GSPO's ratio (`sequence_importance_ratio`) it is not a mean, so its variance grows with the length.
     """
     log_ratios_T = logprobs_T - sampler_logprobs_T
     sums_N = log_ratios_T.new_zeros(num).index_add(0, sequence_T, log_ratios_T)
@@ -27,7 +27,7 @@ def sequence_probability_ratio(logprobs_T: Tensor, sampler_logprobs_T: Tensor, s
 
 
 def truncated_importance_weights(ratio: Tensor, *, cap: float) -> Tensor:
-    """stopgrad(min(R, cap)): where it truncates, it is biased towards the sampler, but the cap bounds its variance.
+    """stopgrad(min(R, cap)): the cap bounds the variance, at the price of a bias towards the sampler.
 
     Truncated importance sampling, Ionides 2008; for a sampler that disagrees with the trainer, Yao et al. 2025, "Your
     Efficient RL Framework Secretly Brings You Off-Policy RL Training" (https://fengyao.notion.site/off-policy-rl).
@@ -36,9 +36,9 @@ def truncated_importance_weights(ratio: Tensor, *, cap: float) -> Tensor:
 
 
 def masked_importance_weights(ratio: Tensor, *, cap: float, floor: float = 0.0) -> Tensor:
-    """stopgrad(R) where floor <= R <= cap, else 0: excludes tokens or completions on which the policies disagree a lot.
+    """stopgrad(R) if floor <= R <= cap, else 0: drops tokens or completions on which the two policies disagree a lot.
 
-    At token level this is IcePop (Zhao et al. 2025, with floor 0.5 and cap 5), at sequence level the masked importance
+    At token level this is IcePop (Zhao et al. 2025, floor 0.5 and cap 5); at sequence level it is the masked importance
     sampling of Liu, Li et al. 2025, "When Speed Kills Stability" (https://richardli.xyz/rl-collapse).
     """
     ratio = ratio.detach()
@@ -47,5 +47,5 @@ def masked_importance_weights(ratio: Tensor, *, cap: float, floor: float = 0.0) 
 
 def _checked(cap: float) -> float:
     if cap < 1:
-        raise ValueError(f"cap={cap}: equal policies have ratio 1, give at least that (2 is usual)")
+        raise ValueError(f"cap={cap}: equal policies have ratio 1, so give at least 1 (2 is usual)")
     return cap

@@ -1,4 +1,4 @@
-"""Normalizations of the loss, each expressed as one weight per completion."""
+"""Normalizations of the loss, as one weight per completion."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def completion_weights(
 ) -> Tensor:
     """The float32 [N] weights w_i of loss = sum_i w_i sum_t loss_it, for one whole minibatch of the optimizer.
 
-    With N, sum and max taken over the valid completions:
+    N, sum and max are over the valid completions:
 
     - `sequence_mean`: 1 / (N len_i). GRPO, Shao et al. 2024.
     - `constant`: 1 / (N max_tokens). Dr. GRPO, Liu et al. 2025.
@@ -27,25 +27,24 @@ def completion_weights(
     - `longest`: 1 / (N max(len)).
     - `sequence_sum`: 1 / N. LUSPO.
 
-    `valid_N` False (missing): weight 0, not counted. Length 0: weight 0, counted in N. No valid completion: all zeros.
-    Weights are fixed before the first backward pass, so any split into micro-batches has the same gradient; if
-    gradients are averaged over ranks, pass the lengths of all ranks and multiply by the number of ranks.
+    A completion with `valid_N` False has weight 0 and is not counted. One of length 0 has weight 0 and counts in N. All
+    weights are 0 without a valid completion. Weights are fixed before the first backward pass, so the gradient does not
+    depend on the split into micro-batches. If gradients are averaged over ranks, pass the lengths of all ranks and
+    multiply by the number of ranks.
 
     Raises ValueError for an unknown name, lengths that are not counts, or `constant` without `max_tokens`.
     """
     _check(lengths_N, normalization)
     valid_N = torch.ones_like(lengths_N, dtype=torch.bool) if valid_N is None else valid_N
     if valid_N.dtype != torch.bool or valid_N.shape != lengths_N.shape:
-        raise ValueError(
-            f"valid_N is {valid_N.dtype} {list(valid_N.shape)}: give torch.bool {list(lengths_N.shape)}, like lengths"
-        )
+        raise ValueError(f"valid_N is {valid_N.dtype} {list(valid_N.shape)}: give torch.bool {list(lengths_N.shape)}")
     counted_N = torch.where(valid_N, lengths_N, 0).long()
     num = valid_N.sum()
     if normalization == "sequence_mean":
         denominator_N = num * counted_N
     elif normalization == "constant":
         if max_tokens is None or max_tokens < 1:
-            raise ValueError(f'max_tokens={max_tokens} with "constant": give the generation limit, at least 1')
+            raise ValueError(f'max_tokens={max_tokens} with "constant": give the generation limit, at least 1 token')
         denominator_N = num * max_tokens
     elif normalization == "token_mean":
         denominator_N = counted_N.sum()
@@ -53,7 +52,7 @@ def completion_weights(
         denominator_N = num * counted_N.amax() if len(counted_N) else num
     else:
         denominator_N = num
-    # The denominator can be 0 only if the numerator is.
+    # If the denominator is 0, so is the numerator.
     return (counted_N > 0).float() / denominator_N.clamp(min=1)
 
 

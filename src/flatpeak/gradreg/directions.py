@@ -1,4 +1,4 @@
-"""Perturbation directions and steps, and the Hessian-vector products found by differences or exactly."""
+"""Perturbation directions and steps, and Hessian-vector products by differences or double backward."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from flatpeak.gradreg.perturbation import Perturbation
 from flatpeak.gradreg.shards import DotAccumulator, Gradients, distribute_like, pairwise_dots
 
 FLOAT32_STEP, HALF_PRECISION_STEP, ADAPTER_STEP = 3e-5, 3e-4, 3e-3
-"""The default relative steps: float32 throughout, half precision somewhere, adapters of a model in half precision."""
+"""Default relative steps: all in float32, half precision somewhere, adapters of a model in half precision."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Direction:
-    """The direction d of the perturbation: the gradient g, whose penalty's gradient is H g, or a random one."""
+    """The direction d of the perturbation: the gradient g, which gives a penalty gradient of H g, or a random
+    vector."""
 
     vector: Gradients
     norm: float
@@ -38,10 +39,10 @@ def gradient_direction(g1: Gradients) -> Direction:
 
 
 def random_direction(gradient: Direction, *, seed: int, update: int) -> Direction:
-    """A Gaussian direction with the norm of the gradient's, as a function of seed and update.
+    """A Gaussian direction with the norm of the gradient, as a function of seed and update.
 
-    It is drawn whole, parameter by parameter, by generators of its own: every rank has the same, or its shard of it,
-    and torch's generators stay as they are.
+    It is drawn parameter by parameter from separate generators: every rank has the same direction, or its shard of it,
+    and torch's generators do not change.
     """
     generators: dict[torch.device, torch.Generator] = {}
     (state,) = np.random.SeedSequence((seed % 2**64, update)).generate_state(1, np.uint64)
@@ -59,7 +60,7 @@ def random_direction(gradient: Direction, *, seed: int, update: int) -> Directio
 
 
 def step_size(direction: Direction, perturbation: Perturbation, config: GradientRegularizationConfig) -> float:
-    """The step h by which the parameters move: h * d."""
+    """The step h: the parameters move by h * d."""
     step = config.step if config.step is not None else default_step(perturbation)
     if config.step_scale == "absolute":
         return step
@@ -67,15 +68,15 @@ def step_size(direction: Direction, perturbation: Perturbation, config: Gradient
         return step / direction.norm
     size = weight_norm(perturbation)
     if size == 0:
-        raise UserError("every perturbed parameter is 0, so a relative step is none: set step_scale=radius or absolute")
+        raise UserError("every perturbed parameter is 0, so a relative step is 0: set step_scale=radius or absolute")
     return step * size / direction.norm
 
 
 def default_step(perturbation: Perturbation) -> float:
-    """The relative step for the coarsest type on the way through the model, and for adapters.
+    """The relative step for the coarsest type in the forward pass, and for adapters.
 
-    Rounding errors of the two gradients are divided by the step, so half precision needs a longer one; adapters are
-    a small part of a model that rounds, and have to move further for the same effect.
+    The step divides the rounding errors of both gradients, so half precision needs a longer step. Adapters are a small
+    part of a model in half precision, and have to move further for the same effect.
     """
     if not is_below_float32(perturbation.coarsest_dtype):
         return FLOAT32_STEP
@@ -83,36 +84,36 @@ def default_step(perturbation: Perturbation) -> float:
 
 
 def relative_step(step: float, direction: Direction, perturbation: Perturbation) -> float:
-    """The norm of a perturbation of this step over the norm of the perturbed parameters."""
+    """The norm of a perturbation by this step, relative to the norm of the perturbed parameters."""
     size = weight_norm(perturbation)
     return abs(step) * direction.norm / size if size else math.inf
 
 
 def weight_norm(perturbation: Perturbation) -> float:
-    """The norm ||theta|| over the perturbed parameters."""
+    """||theta|| over the perturbed parameters."""
     squares = DotAccumulator(1)
     for parameter in perturbation.parameters:
-        master = perturbation.master(parameter)  # one at a time: offloaded ones are copied to the device here
+        master = perturbation.master(parameter)  # one at a time: this copies offloaded masters to the device
         squares.add(0, master, master)
     return math.sqrt(squares.totals()[0])
 
 
 def forward_difference(g1: Gradients, ahead: Gradients, *, step: float) -> dict[nn.Parameter, Tensor]:
-    """The product H d as (g(theta + h d) - g(theta)) / h; error O(h). Overwrites `ahead`."""
+    """H d as (g(theta + h d) - g(theta)) / h, with error O(h). Overwrites `ahead`."""
     return {p: ahead[p].sub_(g1[p]).div_(step) for p in g1}
 
 
 def central_difference(ahead: Gradients, behind: Gradients, *, step: float) -> dict[nn.Parameter, Tensor]:
-    """The product H d as (g(theta + h d) - g(theta - h d)) / 2h; error O(h^2). Overwrites `ahead`."""
+    """H d as (g(theta + h d) - g(theta - h d)) / 2h, with error O(h^2). Overwrites `ahead`."""
     return {p: ahead[p].sub_(behind[p]).div_(2 * step) for p in ahead}
 
 
 def step_consistency(g1: Gradients, ahead: Gradients, behind: Gradients) -> float:
     """The cosine of g(theta + h d) - g(theta) with g(theta) - g(theta - h d).
 
-    1 where the gradient is linear over the step, or where both differences are 0; NaN where one is not finite.
-    Independent errors of the three gradients give -1/2, since both differences contain that of g(theta), with opposite
-    signs. Curvature that changes over the step lowers the cosine too.
+    1 if the gradient is linear over the step, or if both differences are 0; NaN if a difference is not finite.
+    Independent errors of the three gradients give -1/2, because both differences contain the error of g(theta), with
+    opposite signs. Curvature that changes over the step lowers the cosine too.
     """
     sums = DotAccumulator(3)
     for parameter, grad in g1.items():
@@ -130,11 +131,11 @@ def step_consistency(g1: Gradients, ahead: Gradients, behind: Gradients) -> floa
 def exact_curvature(
     losses: Callable[[], Iterable[Tensor]], parameters: Sequence[nn.Parameter], direction: Gradients
 ) -> dict[nn.Parameter, Tensor]:
-    """The product H d by double backward, summed over the micro-batches' losses."""
+    """H d by double backward, summed over the losses of the micro-batches."""
     vector = [direction[p] for p in parameters]
     total = [torch.zeros_like(v) for v in vector]
     for loss in losses():
-        if not loss.requires_grad:  # that of a micro-batch without a token, where another rank has more of them
+        if not loss.requires_grad:  # a micro-batch without tokens, because another rank has more
             continue
         curvature = hessian_vector_product(partial(_itself, loss), parameters, vector)
         for accumulated, of_loss in zip(total, curvature, strict=True):

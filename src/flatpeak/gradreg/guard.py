@@ -1,4 +1,4 @@
-"""The measurements of an update's penalty, and the guard against one that rounding or a long step has spoilt."""
+"""Measurements of an update's penalty, and a guard against penalties that rounding or a long step has spoilt."""
 
 from __future__ import annotations
 
@@ -25,41 +25,42 @@ from flatpeak.gradreg.shards import noise_like
 
 BETWEEN = 10**0.5
 SHORTER, LONGER = (0.1, 0.01, 0.001), (BETWEEN, 10.0, 10 * BETWEEN, 100.0)
-"""Factors of the steps that a search tries, before those on both sides of the best.
+"""Factors of the steps that a search tries, before it tries the neighbours of the best.
 
-Longer ones are closer: what bends alike in both directions is an error that the consistency does not see.
+Longer steps are closer together: curvature that is the same in both directions causes an error that the consistency
+does not show.
 """
 SHORT_ENOUGH = 0.99
-"""Consistency at which shorter steps end: one more of them divides the error by ten, and leaves room for training."""
+"""Consistency at which shorter steps end: one more divides the error by ten, with a margin for changes in training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """Statistics of one update; norms and cosine are over the perturbed parameters, NaN where nothing was measured."""
+    """Statistics of one update; norms and cosine are over the perturbed parameters, NaN if not measured."""
 
     pass_count: int = 0
     """The number of passes after the first."""
     skipped: str | None = None
-    """The reason for a penalty that is missing although there should be one."""
+    """The reason why an expected penalty is missing."""
     strength: float = 0.0
-    """This update's strength, warm-up and ratio included."""
+    """The strength of this update, including warm-up and ratio."""
     g1_norm: float = math.nan
-    """Norm of the gradient without penalty, before any clipping."""
+    """Norm of the gradient without penalty, before clipping."""
     penalty_ratio: float = math.nan
-    """Norm of the penalty's gradient over that of g1."""
+    """Norm of the penalty's gradient divided by that of g1."""
     cosine: float = math.nan
     """Cosine of g1 with the penalty's gradient."""
     kept: PerturbationFidelity | None = None
-    """The agreement of the realized with the intended perturbation; None where nothing was perturbed."""
+    """Agreement of the realized with the intended perturbation; None without a perturbation."""
     consistency: float | None = None
-    """Cosine of the penalty's gradient at the step and at its opposite; None in updates that do not check it."""
+    """Cosine between the penalty's gradients at the step and at its opposite; None in updates without a check."""
     step: float = math.nan
     """The step in use, in the unit of `step_scale`."""
     seconds: float = 0.0
     """Wall time of everything after the first pass."""
 
     def metrics(self) -> dict[str, float]:
-        """The metrics by the names of docs/metrics.md; empty in updates without penalty."""
+        """The metrics, named as in docs/metrics.md; empty in updates without penalty."""
         if not self.pass_count and self.skipped is None and math.isnan(self.penalty_ratio):
             return {}
         metrics = {
@@ -79,11 +80,11 @@ class Report:
 
 
 class Guard:
-    """Checks of the penalty: a bad one is refused at the start of a run, and gives a notice later.
+    """Checks of the penalty: an error for a bad penalty at the start of a run, a notice later.
 
-    Every second pass measures how much of the perturbation survives rounding, and every `check_every` updates an
-    additional pass measures whether the penalty is the same with the opposite step. Where it is not, and the user has
-    set no step, other steps are measured and the best is kept.
+    Every second pass measures how much of the perturbation survives rounding. Every `check_every` updates an additional
+    pass measures whether the penalty is the same with the opposite step. If it is not, and the user has set no step,
+    the guard measures other steps and keeps the best.
     """
 
     def __init__(self, config: GradientRegularizationConfig, *, notice: Callable[[str], None]) -> None:
@@ -92,24 +93,24 @@ class Guard:
         self.config = config
         self.notice = notice
         self.factor = 1.0
-        """The step that was found, over the default one."""
+        """The step that a search chose, divided by the default step."""
         self.passed = False
         """Whether any perturbation has survived rounding."""
         self.warned = False
-        """Whether a notice of a later perturbation that did not survive was given."""
+        """Whether a notice of a later perturbation that rounding removed was given."""
         self.coarse = False
-        """Whether a notice of a penalty that rounding diminishes was given."""
+        """Whether a notice of a penalty that rounding weakens was given."""
         self.checked: int | None = None
-        """The last update whose consistency was measured; None before the first, which is refused where it is bad."""
+        """The last update with a measured consistency; None before the first, which raises if it is bad."""
         self.inconsistent = 0
         """The number of measurements below NOTICE_BELOW."""
         self.lost = 0
-        """The number of penalties left out because the second pass was not finite."""
+        """The number of penalties skipped because the second pass was not finite."""
 
     def probe(self, perturbation: Perturbation, config: GradientRegularizationConfig) -> None:
-        """Check the perturbation along a random direction, before anything is spent on a run.
+        """Check the perturbation along a random direction, before the run spends any time.
 
-        An absolute step multiplies a gradient that is not known yet: the first update checks it.
+        An absolute step multiplies the gradient, which is not known yet: the first update checks it.
         """
         if config.difference == "exact" or config.step_scale == "absolute":
             return
@@ -125,9 +126,9 @@ class Guard:
     def check_rounding(
         self, fidelity: PerturbationFidelity, perturbation: Perturbation, *, final: bool = False
     ) -> None:
-        """Raise UserError at a first perturbation that rounding swallows, and give a notice of a later one.
+        """Raise UserError if rounding removes the first perturbation; give a notice if it removes a later one.
 
-        Unless the step is `final`, the first check may yet find a longer one.
+        Unless the step is `final`, a search may follow the first check.
         """
         if fidelity.cosine >= self.minimum:
             self.passed = True
@@ -139,7 +140,7 @@ class Guard:
         where = f"weights in {', '.join(dtypes)}" + (f", computed in {str(computed)[6:]}" if computed else "")
         message = (
             "gradient regularization: rounding keeps too little of the perturbation (cosine "
-            f"{fidelity.cosine:.2f} of the intended with the realized one, wanted {self.minimum}; norm "
+            f"{fidelity.cosine:.2f} between intended and realized, wanted {self.minimum}; norm "
             f"{fidelity.norm:.2f} of the intended; {where}): keep the weights in float32 and run both passes in it, "
             "raise gradient_regularization.step, or perturb adapters in float32"
         )
@@ -150,23 +151,23 @@ class Guard:
             self.warned = True
 
     def report_lost_penalty(self, *, update: int) -> None:
-        """Give a notice of the first, 10th, 100th, ... penalty that is left out because it is not finite."""
+        """Give a notice of the first, 10th, 100th, ... penalty that is skipped because it is not finite."""
         self.lost += 1
         if math.log10(self.lost).is_integer():
             penalties = "1 penalty" if self.lost == 1 else f"{self.lost} penalties"
             self.notice(
                 f"gradient regularization: {penalties} so far left out (now in update {update}), because the second "
-                "pass was NaN or infinite; lower gradient_regularization.step if gradreg/skipped goes on rising"
+                "pass was NaN or infinite; lower gradient_regularization.step if gradreg/skipped keeps rising"
             )
 
     def is_due(self, update: int) -> bool:
-        """Whether the consistency of an informative update is to be measured."""
+        """Whether to measure the consistency of an informative update."""
         if not self.check_every:
             return False
         return self.checked is None or update - self.checked >= self.check_every
 
     def needs_other_steps(self, consistency: float, fidelity: PerturbationFidelity) -> bool:
-        """Whether a check has to measure other steps: to find one, or to name the cause in a message."""
+        """Whether a check has to measure other steps: to choose one, or to name the cause in a message."""
         if math.isnan(consistency):
             return False
         if self.config.finds_step:
@@ -184,12 +185,12 @@ class Guard:
         size: float,
         perturbation: Perturbation,
     ) -> float:
-        """Check a step of relative `size`; return its consistency, or that of the step that was found in its place.
+        """Check a step of relative `size`; return its consistency, or that of the step that replaces it.
 
-        `measure` gives the consistency of another step by its factor, NaN where that says nothing. Raise UserError
-        where the first penalty is inconsistent; give a notice of a later or a coarse one, and of another step.
+        `measure` returns the consistency of another step by its factor, NaN if that is not meaningful. Raise UserError
+        if the first penalty is inconsistent. Give a notice of a later inconsistency, of rounding, and of a new step.
         """
-        if math.isnan(consistency):  # an update that is left out measures nothing: the next one is checked
+        if math.isnan(consistency):  # a skipped update measures nothing: check the next update
             return consistency
         tried = {1.0: consistency}
         if self.needs_other_steps(consistency, fidelity):
@@ -221,7 +222,7 @@ class Guard:
     ) -> dict[float, float]:
         """The consistencies of steps by their factors. A search ends in the first direction with a consistent step.
 
-        In half precision a search begins with longer steps, since rounding is then the likelier fault.
+        In half precision a search starts with longer steps, because rounding is the likelier fault.
         """
         if not self.config.finds_step:
             return {factor: measure(factor) for factor in OTHER_STEPS}
@@ -252,7 +253,7 @@ class Guard:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore `state`; a step that the config gives is not searched for."""
+        """Restore `state`; if the config gives a step, it replaces the step of a search."""
         self.factor = state["guard_step_factor"] if self.config.finds_step else 1.0
         self.passed = state["guard_passed"]
         self.warned = state["guard_warned"]
@@ -265,7 +266,7 @@ class Guard:
 def _try_steps(
     factors: Iterable[float], tried: dict[float, float], measure: Callable[[float], float], *, enough: float
 ) -> None:
-    """Add the consistencies of these steps to `tried`, up to one that is `enough` or one beyond the best."""
+    """Add the consistencies of these steps to `tried`, until one reaches `enough` or is worse than the best."""
     if max(tried.values()) >= NOTICE_BELOW:
         return
     for factor in factors:

@@ -1,4 +1,4 @@
-"""The perturbed set of parameters, chosen by module and never by substrings of names, and the precision it runs in."""
+"""The perturbed parameters, chosen by module instead of substrings of names, and the precision they run in."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from flatpeak.errors import UserError
 from flatpeak.gradreg.config import GradientRegularizationConfig, PerturbedSet
 
 SECTION = "gradient_regularization"
-"""The section of a recipe that messages name, where no other one chooses the parameters."""
+"""The recipe section that messages name by default."""
 QUANTIZED = ("Params4bit", "Int8Params")
-"""Types of parameters that are expanded to half precision where they are used."""
+"""Types of parameters that are dequantized to half precision for each use."""
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""Prefixes that DDP, torch.compile, FSDP1 and activation checkpointing add to names."""
+"""Prefixes that DDP, torch.compile, FSDP1 and activation checkpointing add to parameter names."""
 
 
 def choose_parameters(model: nn.Module, config: GradientRegularizationConfig) -> list[nn.Parameter]:
-    """The trainable parameters whose gradient is penalized, in the model's order. UserError where there are none."""
+    """The trainable parameters whose gradient is penalized, in the model's order. UserError if there are none."""
     return perturbed_parameters(model, config.perturbed, section=SECTION)
 
 
 def perturbed_parameters(model: nn.Module, perturbed: PerturbedSet, *, section: str) -> list[nn.Parameter]:
-    """The trainable parameters of a set, in the model's order; `section` is that of the recipe which names the set."""
+    """The trainable parameters of a set, in the model's order; messages name the recipe section `section`."""
     chosen = (
         _by_pattern(model, perturbed, section) if isinstance(perturbed, tuple) else set(_by_identity(model, perturbed))
     )
@@ -43,7 +43,7 @@ def perturbed_parameters(model: nn.Module, perturbed: PerturbedSet, *, section: 
 
 
 def are_adapters(model: nn.Module, parameters: Collection[nn.Parameter]) -> bool:
-    """Whether these are adapters of a frozen model: PEFT's, or float32 beside frozen half precision."""
+    """Whether these are adapters of a frozen model: PEFT's, or float32 parameters in a model in half precision."""
     if set(parameters) <= set(_adapters(model)):
         return True
     frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
@@ -51,13 +51,13 @@ def are_adapters(model: nn.Module, parameters: Collection[nn.Parameter]) -> bool
 
 
 def block_lists(model: nn.Module) -> list[nn.ModuleList]:
-    """The lists of a model's repeated blocks: ModuleLists that are not inside another, as lists of experts are."""
+    """The lists of a model's repeated blocks: ModuleLists outside other ModuleLists (lists of experts are inside)."""
     lists: list[nn.ModuleList] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) and module not in inside:
             inside.update(module.modules())
-            # Several tables or heads in a list are no blocks.
+            # Lists of embedding tables or heads are not blocks.
             if not all(isinstance(member, nn.Embedding | nn.Linear) for member in module):
                 lists.append(module)
     return lists
@@ -78,7 +78,7 @@ def _by_identity(model: nn.Module, perturbed: str) -> Iterator[nn.Parameter]:
 
 
 def _adapters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that PEFT's layers declare as adapters; modules that are trained whole beside them are none."""
+    """The parameters that PEFT's layers declare as adapters, without the modules that PEFT trains whole."""
     for module in model.modules():
         for name in set(getattr(module, "adapter_layer_names", ())) - {"modules_to_save"}:
             adapter = getattr(module, name, None)
@@ -103,7 +103,7 @@ def _by_pattern(model: nn.Module, patterns: tuple[str, ...], section: str) -> se
     for pattern in patterns:
         matched = {p for name, p in names.items() if fnmatchcase(name, pattern)}
         if not matched:
-            some = ", ".join(list(names)[:4]) or "none at all"
+            some = ", ".join(list(names)[:4]) or "(no trainable parameter)"
             raise UserError(f"{section}.perturbed: {pattern} matches no trainable parameter; names are like {some}")
         chosen |= matched
     return chosen
@@ -129,13 +129,13 @@ def _advice(model: nn.Module, perturbed: object) -> str:
 def _check_dense(name: str, parameter: nn.Parameter, section: str) -> None:
     if type(parameter).__name__ in QUANTIZED or not parameter.is_floating_point():
         raise UserError(
-            f"{section}: {plain_name(name)} is quantized and cannot be moved by a small step; "
+            f"{section}: {plain_name(name)} is quantized, so a small step cannot move it; "
             f"perturb adapters in float32 instead ({section}.perturbed=adapters)"
         )
 
 
 def check_not_sparse(model: nn.Module, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-    """Raise UserError for sparse gradients, of which there is no norm and no difference."""
+    """Raise UserError for sparse gradients: norms and differences need dense ones."""
     sparse = {p for p, grad in gradients.items() if grad.layout is not torch.strided}
     for name, parameter in model.named_parameters() if sparse else ():
         if parameter in sparse:
@@ -150,28 +150,29 @@ def _check_embeddings(model: nn.Module, parameters: set[nn.Parameter]) -> None:
 
 def _sparse(name: str) -> str:
     return (
-        f"gradient_regularization: {plain_name(name)} has sparse gradients, which have no penalty: make the embedding "
-        "with sparse=False, or leave it out of the perturbed set (gradient_regularization.perturbed=blocks)"
+        f"gradient_regularization: {plain_name(name)} has sparse gradients, but the penalty needs dense ones: use "
+        "sparse=False for the embedding, or exclude it (gradient_regularization.perturbed=blocks)"
     )
 
 
 @dataclass(kw_only=True, slots=True)
 class ObservedPrecision:
-    """Precisions that one pass was computed in."""
+    """Precisions of one pass."""
 
     weights: set[torch.dtype] = field(default_factory=set)
-    """The types that the weights of perturbed linear layers have while these run."""
+    """The types of the perturbed linear layers' weights in their forward pass."""
     anywhere: set[torch.dtype] = field(default_factory=set)
-    """The types that the weights and results of any linear layer have."""
+    """The types of the weights and outputs of all linear layers."""
 
 
 @contextmanager
 def observe_precision(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[ObservedPrecision]:
-    """Record the types of all linear layers' weights and results inside; `parameters` are those that are perturbed."""
+    """Record the types of all linear layers' weights and outputs in this context; `parameters` are the perturbed
+    ones."""
     observed, perturbed = ObservedPrecision(), set(parameters)
 
     def before(module: nn.Module, _: Any) -> None:
-        if torch.compiler.is_compiling():  # nothing of this may end up in a compiled graph
+        if torch.compiler.is_compiling():  # keep this code out of compiled graphs
             return
         weight = linear_weight(module)
         if weight is None:
@@ -185,7 +186,7 @@ def observe_precision(model: nn.Module, parameters: Sequence[nn.Parameter]) -> I
     def after(module: nn.Module, _: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        computed = vars(module).get("compute_dtype")  # of bitsandbytes' layers, whose results have their input's type
+        computed = vars(module).get("compute_dtype")  # bitsandbytes layers; their outputs have the type of their inputs
         observed.anywhere.update(
             dtype for dtype in (getattr(output, "dtype", None), computed) if isinstance(dtype, torch.dtype)
         )
@@ -200,13 +201,13 @@ def observe_precision(model: nn.Module, parameters: Sequence[nn.Parameter]) -> I
 
 
 def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The least precise floating-point type among these; float64 where there is none."""
+    """The least precise floating-point type; float64 for an empty sequence."""
     floating = (dtype for dtype in dtypes if dtype.is_floating_point)
     return max(floating, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
 
 
 def is_coarser(dtype: torch.dtype, than: torch.dtype) -> bool:
-    """Whether a type rounds more than another one."""
+    """Whether a type rounds more than `than`."""
     return torch.finfo(dtype).eps > torch.finfo(than).eps
 
 
@@ -216,7 +217,7 @@ def is_below_float32(dtype: torch.dtype) -> bool:
 
 
 def weight_dtype(model: nn.Module) -> torch.dtype:
-    """The coarsest type of a model's weights; of quantized ones the type that they are expanded to, or bfloat16."""
+    """The coarsest type of a model's weights; for quantized weights the type after dequantization, or bfloat16."""
     dtypes = {p.dtype for p in model.parameters() if type(p).__name__ not in QUANTIZED}
     for module in model.modules():
         if any(type(p).__name__ in QUANTIZED for p in module._parameters.values()):
@@ -227,8 +228,8 @@ def weight_dtype(model: nn.Module) -> torch.dtype:
 def linear_weight(module: nn.Module) -> Tensor | None:
     """A linear layer's weight; None for other modules.
 
-    By its shape: norms have vectors, and embeddings are not cast. Never by `module.weight`, which a parametrized layer
-    computes anew each time: spectral_norm then moves its buffers.
+    Chosen by shape: norms have vectors, and embeddings are not cast. It does not read `module.weight`, which a
+    parametrized layer computes at each access: spectral_norm then changes its buffers.
     """
     if isinstance(module, nn.Embedding):
         return None

@@ -1,4 +1,4 @@
-"""The perturbation of parameters and its exact undoing: snapshots of weights, buffers and random generators."""
+"""The perturbation of parameters and its exact restoration: snapshots of weights, buffers and random generators."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from flatpeak.gradreg.shards import DotAccumulator, Gradients, reset_fsdp_state,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PerturbationFidelity:
-    """The agreement of a perturbation, as rounding leaves it, with the intended one."""
+    """The agreement of a rounded perturbation with the intended perturbation."""
 
     cosine: float
-    """Cosine of the realized with the intended perturbation."""
+    """Cosine between the realized and the intended perturbation."""
     norm: float
-    """Realized norm over intended norm."""
+    """Realized norm divided by intended norm."""
 
     @property
     def along(self) -> float:
-        """The component of the realized perturbation along the intended one, over the latter's length."""
+        """The component of the realized perturbation along the intended one, divided by the latter's norm."""
         return self.cosine * self.norm
 
 
 class Buffers:
-    """A snapshot of a model's buffers, tensors and values: a forward pass may write into a buffer or rebind it."""
+    """A snapshot of a model's buffers, both tensors and values: a forward pass may write into a buffer or rebind it."""
 
     @torch.no_grad()
     def __init__(self, model: nn.Module) -> None:
@@ -40,7 +40,7 @@ class Buffers:
         """Each tensor with a copy of its value."""
 
     def rebind(self) -> None:
-        """Bind the same tensors again, whatever their values."""
+        """Bind the same tensors again, with their current values."""
         for module, name, held in self._slots:
             module._buffers[name] = held
 
@@ -61,19 +61,19 @@ class RandomState:
 
     @classmethod
     def now(cls) -> RandomState:
-        """Take a snapshot of the present state."""
+        """Take a snapshot of the current state."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         return cls(cpu=torch.get_rng_state(), cuda=tuple(cuda))
 
     def restore(self) -> None:
-        """Put the generators back into this state."""
+        """Restore the generators to this state."""
         torch.set_rng_state(self.cpu)
         if self.cuda:
             torch.cuda.set_rng_state_all(list(self.cuda))
 
 
 class Perturbation:
-    """A set of parameters that can be moved; of one with a float32 master, the master's rounded copy moves."""
+    """A set of parameters that can be perturbed; if a parameter has a float32 master, its rounded copy moves."""
 
     def __init__(
         self,
@@ -87,24 +87,24 @@ class Perturbation:
         self.parameters = parameters
         self.masters = masters or {}
         self.compute_dtype = compute_dtype
-        """The type to which autocast or a sharding policy rounds weights; fidelity is measured after it."""
+        """The type to which autocast or a sharding policy rounds weights; fidelity is measured after this rounding."""
         self.coarsest_dtype = coarsest({weight_dtype(model), compute_dtype or torch.float64})
-        """The coarsest type on the way through the model, as far as it is known: frozen weights round as well."""
+        """The coarsest known type in the forward pass, including frozen weights, which round as well."""
         self.adapters = are_adapters(model, parameters)
         """Whether the set is a small part of a frozen model."""
 
     def master(self, parameter: nn.Parameter) -> Tensor:
-        """The precise value of a parameter, on its device: its master, or itself."""
+        """A parameter's precise value on its device: its master, or the parameter."""
         return self.masters.get(parameter, parameter).detach().to(parameter.device)
 
     @contextmanager
     def applied(
         self, direction: Gradients, *, step: float, start: Buffers | None = None
     ) -> Iterator[PerturbationFidelity]:
-        """Set theta + step * direction inside, and theta bit for bit after, whatever happens inside; buffers too.
+        """Set theta + step * direction in this context; afterwards restore theta and all buffers bit for bit, always.
 
-        `start`: the buffers that the inside begins with, where these are not the present ones. Yields how faithful the
-        move is after rounding to the weights' own type and to the type they are computed in.
+        `start`: the buffers at the start of the context, if they differ from the current ones. Yields the fidelity of
+        the move after rounding to the weights' type and to the type of the computation.
         """
         with torch.no_grad():
             saved = [(p, p.detach().clone()) for p in self.parameters]
@@ -122,7 +122,7 @@ class Perturbation:
     def restored_buffers(
         self, saved: Sequence[tuple[Tensor, Tensor]] = (), *, start: Buffers | None = None
     ) -> Iterator[None]:
-        """Restore buffers, such as running statistics, and `saved` tensors on exit: no batch counts twice."""
+        """Restore buffers, such as running statistics, and `saved` tensors on exit: no batch may count twice."""
         buffers = Buffers(self.model)
         try:
             if start is not None:
@@ -151,7 +151,7 @@ class Perturbation:
         )
 
     def _computed(self, value: Tensor) -> Tensor:
-        """A weight as the forward pass sees it, in a type precise enough to subtract."""
+        """A weight as the forward pass uses it, in a type precise enough to subtract."""
         if self.compute_dtype is not None:
             value = value.to(self.compute_dtype)
         return value if value.dtype == torch.float64 else value.float()
@@ -160,7 +160,7 @@ class Perturbation:
         try:
             buffers.rebind()
             copy_back([*saved, *buffers.values])
-        except BaseException:  # a signal may land right here: finish, then let it through
+        except BaseException:  # a signal may arrive here: finish the restoration, then raise
             buffers.rebind()
             copy_back([*saved, *buffers.values])
             raise
@@ -168,13 +168,13 @@ class Perturbation:
             self._clear_weight_caches()
 
     def _clear_weight_caches(self) -> None:
-        """Drop the weights that autocast has cast and FSDP2 gathered: neither may outlive a move."""
+        """Drop weights that autocast has cast or FSDP2 has gathered: they are stale after a move."""
         torch.clear_autocast_cache()
         reshard(self.model)
 
 
 @torch.no_grad()
 def copy_back(saved: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy saved values back into their tensors: theta + d - d is not theta."""
+    """Copy saved values back into their tensors, because theta + d - d is not exactly theta."""
     for held, value in saved:
         held.copy_(value)

@@ -1,4 +1,4 @@
-"""One regularized update: the gradient, the same gradient a step further up, and their difference as a penalty."""
+"""One regularized update: the gradient, the same gradient a step further, and their difference as a penalty."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from flatpeak.gradreg.schedule import PenaltyMemory, StrengthSchedule
 from flatpeak.gradreg.shards import check_replicas_agree, collective_device, lowest_over_ranks, pairwise_dots
 
 Losses = Callable[[], Iterable[Tensor]]
-"""The losses of all micro-batches of an update, each of which is backpropagated before the next is drawn."""
+"""The losses of all micro-batches of an update; each is backpropagated before the next is drawn."""
 
 
 class GradientRegularizer:
-    """A regularizer that makes the gradient of L that of L + strength / 2 * ||grad L||^2 (arXiv 2602.18037), unclipped.
+    """Turns the gradient of L into that of L + strength / 2 * ||grad L||^2 (arXiv 2602.18037), unclipped.
 
     ```
     regularizer = GradientRegularizer(model, GradientRegularizationConfig(strength="calibrated:3"))
@@ -69,16 +69,16 @@ class GradientRegularizer:
         average: Callable[[Iterable[Tensor]], None] | None = None,
         behavior: PublishedBehavior = CORRECTED,
     ) -> None:
-        """Choose the parameters to perturb; UserError where there are none.
+        """Choose the parameters to perturb; UserError if there are none.
 
-        `masters`: the float32 values behind parameters of a lower precision. `compute_dtype`: the type to which the
-        forward pass rounds weights (autocast, a sharding policy), where the first pass is not to observe it. `seed`: of
-        random directions, equal on every rank. `average` replaces tensors by their means over the ranks, where the
-        caller averages gradients so, and no wrapper does; exact curvature on several ranks needs it. `behavior`: the
-        deviations of published code, for comparisons.
+        `masters`: the float32 values of parameters in a lower precision. `compute_dtype`: the type to which the forward
+        pass rounds weights (autocast, a sharding policy); by default the first pass observes it. `seed`: the seed of
+        random directions, the same on every rank. `average` replaces tensors by their means over the ranks, for callers
+        who average gradients without a wrapper; exact curvature on several ranks needs it. `behavior`: deviations of
+        published code, for comparisons.
         """
         if config.difference == "exact" and behavior != CORRECTED:
-            raise UserError("difference=exact has no second gradient: leave out behavior")
+            raise UserError("difference=exact has no second gradient: do not give behavior")
         self.config = config
         self.behavior = behavior
         self.seed = seed
@@ -90,7 +90,7 @@ class GradientRegularizer:
         self.memory = PenaltyMemory(self.parameters)
         self.guard = Guard(config, notice=notice)
         self.precision_known = compute_dtype is not None
-        """Whether the type was given, or observed in a first pass."""
+        """Whether the caller gave the type or a first pass has observed it."""
 
     def accumulate(
         self,
@@ -103,10 +103,10 @@ class GradientRegularizer:
     ) -> Report:
         """Run one update's passes and leave the regularized gradient in `.grad`, unclipped.
 
-        `again` gives the losses of the second pass where they are not written as the first's; they must have the same
-        gradient at theta. `rest` are micro-batches of the first pass alone: the penalty is then that of `scale` times
-        the gradient of `losses`, as an estimate of the whole update's. An update that is not `informative`, such as
-        one whose advantages are all 0, neither moves the strength of a wanted ratio nor is checked by the guard.
+        `again` gives the losses of the second pass if they are not computed as in the first; they must have the same
+        gradient at theta. `rest` are micro-batches of the first pass only: the penalty is then that of `scale` times
+        the gradient of `losses`, an estimate for the whole update. If an update is not `informative`, for example
+        because all advantages are 0, it does not move a tracked strength, and the guard does not check it.
         """
         self.schedule.begin()
         if not self.schedule.active:
@@ -124,8 +124,8 @@ class GradientRegularizer:
     ) -> Report:
         """Run the second pass of an update whose first gradient is in `.grad`; `replay` adds the second's to it.
 
-        `replay` has to draw the first pass's random numbers again by itself. `start` is `buffers()` from before the
-        first pass; only a model whose passes change buffers that they use needs it.
+        `replay` must repeat the first pass's random numbers. `start` is `buffers()` from before the first pass; only
+        models whose passes change buffers that they use need it.
         """
         self.schedule.begin()
         if not self.schedule.active:
@@ -137,7 +137,7 @@ class GradientRegularizer:
         return Buffers(self.perturbation.model)
 
     def state(self) -> dict[str, Any]:
-        """The state that the next update depends on, besides `tensors`."""
+        """The state that the next update depends on, apart from `tensors`."""
         computed = self.perturbation.compute_dtype
         return {
             **self.schedule.state(),
@@ -149,11 +149,11 @@ class GradientRegularizer:
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that `every` above 1 carries from one update to the next."""
+        """The tensors that the next update needs if `every` is above 1."""
         return self.memory.tensors()
 
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Restore the results of `state` and `tensors`."""
+        """Restore `state` and `tensors`."""
         self.schedule.load(state)
         self.guard.load(state)
         self.memory.load(tensors, grad_norm=state["memory_grad_norm"])
@@ -164,7 +164,7 @@ class GradientRegularizer:
             self.precision_known = True
 
     def _first_pass(self, losses: Losses) -> int:
-        """Run the first pass; the first time, observe the precision of the model, which step and guard depend on."""
+        """Run the first pass; the first time, observe the model's precision, on which step and guard depend."""
         perturbation = self.perturbation
         if self.precision_known:
             return backward(losses())
@@ -183,8 +183,8 @@ class GradientRegularizer:
         count = self._first_pass(losses)
         if count and all(p.grad is None for p in self.parameters):
             raise UserError(
-                "gradient regularization: no perturbed parameter has a gradient after the first pass: make the "
-                "regularizer after the model is wrapped (fully_shard replaces parameters), and synchronize gradients "
+                "gradient regularization: no perturbed parameter has a gradient after the first pass: create the "
+                "regularizer after wrapping the model (fully_shard replaces parameters), and synchronize gradients "
                 "in the last micro-batch"
             )
         base = None
@@ -200,7 +200,7 @@ class GradientRegularizer:
                 yield loss
             if drawn != count:
                 raise UserError(
-                    f"the first pass drew {count} losses and the second {drawn}: losses has to give all of them anew "
+                    f"the first pass drew {count} losses and the second {drawn}: losses must return all losses "
                     "each time it is called"
                 )
 
@@ -235,30 +235,30 @@ class _Replay:
     """The means to repeat the first pass of an update."""
 
     run: Callable[[], object]
-    """Adds a pass's gradient to `.grad`."""
+    """Adds the gradient of a pass to `.grad`."""
     losses: Losses | None = None
     start: Buffers | None = None
-    """The buffers from before the first pass."""
+    """The buffers before the first pass."""
     scale: float = 1.0
     informative: bool = True
 
 
 class _Update:
-    """The second pass of one update, and the penalty that it computes."""
+    """The second pass of one update, and its penalty."""
 
     def __init__(self, owner: GradientRegularizer, g1: dict[nn.Parameter, Tensor], replay: _Replay) -> None:
         self.owner, self.g1, self.replay = owner, g1, replay
         self.penalty: dict[nn.Parameter, Tensor] = {}
-        """The penalty's gradient at strength 1; empty where there is none."""
+        """The penalty's gradient at strength 1; empty without a penalty."""
         self.outside: dict[nn.Parameter, Tensor] = {}
-        """The gradient g2 of the parameters that are not perturbed, where it takes the place of g1."""
+        """The gradient g2 of the parameters outside the perturbed set, if it replaces their g1."""
         self.kept: PerturbationFidelity | None = None
         self.consistency: float | None = None
         self.step = math.nan
         self.pass_count = 0
 
     def run(self) -> Report:
-        """Compute the penalty; anything not finite leaves g1 as it is."""
+        """Compute the penalty; if a value is not finite, g1 stays unchanged."""
         owner = self.owner
         direction = gradient_direction(self.g1)
         g1_norm = direction.norm
@@ -300,7 +300,7 @@ class _Update:
 
     @property
     def device(self) -> torch.device:
-        """The device on which ranks exchange tensors."""
+        """The device for collectives."""
         return collective_device(next(iter(self.g1)))
 
     def _curvature(self, direction: Direction, *, check: bool) -> dict[nn.Parameter, Tensor]:
@@ -313,7 +313,7 @@ class _Update:
         return penalty
 
     def _difference(self, direction: Direction, *, check: bool) -> dict[nn.Parameter, Tensor]:
-        """The product H d by a difference of gradients; a check runs the pass that otherwise only `central` needs."""
+        """H d by a difference of gradients; a check adds the pass that otherwise only `central` needs."""
         owner, central = self.owner, self.owner.config.difference == "central"
         factor = owner.guard.factor
         h = factor * step_size(direction, owner.perturbation, owner.config)
@@ -329,7 +329,7 @@ class _Update:
             self.consistency = self._agreement(ahead, behind)
             others = owner.guard.needs_other_steps(self.consistency, kept)
             if others:
-                del ahead, behind  # the other steps then take no more memory than this one
+                del ahead, behind  # so that the other steps need no more memory
             self.consistency = owner.guard.check_consistency(
                 self.consistency,
                 kept,
@@ -344,14 +344,14 @@ class _Update:
         if central:
             self.kept = kept_behind
             return central_difference(ahead, behind, step=h)
-        random.restore()  # the check leaves no trace, also where a pass draws numbers of its own
+        random.restore()  # the check changes no generator, even if a pass draws numbers
         return forward_difference(self.g1, ahead, step=h)
 
     def _agreement(self, ahead: dict[nn.Parameter, Tensor], behind: dict[nn.Parameter, Tensor]) -> float:
         return lowest_over_ranks(step_consistency(self.g1, ahead, behind), device=self.device)
 
     def _agreement_at(self, factor: float, h: float, direction: Direction) -> float:
-        """The consistency at `factor` times the step; NaN at a step that rounding of the weights spoils."""
+        """The consistency at `factor` times the step; NaN if rounding of the weights spoils that step."""
         ahead, kept = self._gradient_at(factor * h, direction, other=True)
         behind, _ = self._gradient_at(-factor * h, direction, other=True)
         consistency, perturbation = self._agreement(ahead, behind), self.owner.perturbation
@@ -362,7 +362,7 @@ class _Update:
     def _gradient_at(
         self, h: float, direction: Direction, *, other: bool = False
     ) -> tuple[dict[nn.Parameter, Tensor], PerturbationFidelity]:
-        """The gradient at a step, and how much of it rounding keeps, which is checked unless it is an `other` step."""
+        """The gradient at a step, and the share that rounding keeps, which is checked unless it is an `other` step."""
         owner, second = self.owner, self.replay
         with owner.perturbation.applied(direction.vector, step=h, start=second.start) as kept:
             if not other:
@@ -371,7 +371,7 @@ class _Update:
             self.pass_count += 1
             grads = take_gradients(owner.trainable)
         if not self.g1.keys() & grads.keys():
-            raise UserError("the second pass left no gradient: replay has to run all losses of the update backward")
+            raise UserError("the second pass left no gradient: replay must run backward on all losses of the update")
         if second.scale != 1:
             grads = {p: grad * second.scale for p, grad in grads.items()}
         if owner.behavior.outside == "g2" and h > 0:
@@ -381,11 +381,11 @@ class _Update:
 
     def _exact(self, direction: Direction) -> dict[nn.Parameter, Tensor]:
         if self.replay.losses is None:
-            raise UserError("difference=exact needs the losses themselves: use accumulate, or difference=central")
+            raise UserError("difference=exact needs the losses: use accumulate, or difference=central")
         average = self.owner.average
         if average is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise UserError(
-                "difference=exact: a wrapper of the model averages no second derivatives over ranks: use forward or "
+                "difference=exact: the model's wrapper does not average second derivatives over ranks: use forward or "
                 "central, or one process"
             )
         self.pass_count += 1

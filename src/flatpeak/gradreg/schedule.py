@@ -14,27 +14,27 @@ from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.gradreg.shards import Gradients, distribute_like, full_tensor
 
 DECAY = 0.9
-"""Decay of the exponential average of the tracked strength, per update."""
+"""Decay per update of the exponential average of the tracked strength."""
 RATIO_BOUND = 2.0
-"""Upper bound of an update's own ratio, in wanted ratios, where the tracked strength lags behind the curvature."""
+"""Upper bound of an update's ratio, in wanted ratios, if the tracked strength lags behind the curvature."""
 
 CALIBRATION_UPDATES = 20
-"""Informative updates over which `calibrated:R` tracks the strength before it is frozen."""
+"""Informative updates over which `calibrated:R` tracks the strength before freezing it."""
 CALIBRATED_FOR = {
     "strength", "penalty", "direction", "ratio_mode", "kl_in_penalty", "perturbed", "group_fraction"
 }  # fmt: skip
-"""The settings that decide which strength reaches a ratio."""
+"""The settings that determine which strength gives a ratio."""
 
 
 @dataclass(kw_only=True, slots=True)
 class StrengthSchedule:
-    """The number of updates begun, and the strength of each one's penalty."""
+    """The number of updates begun, and the strength of each update's penalty."""
 
     config: GradientRegularizationConfig
     updates: int = 0
     """Updates begun."""
     log_strength: float | None = None
-    """With a ratio: the logarithm of the strength that reaches it, averaged exponentially; None before the first."""
+    """With a ratio: the exponential average of the logarithm of the strength that gives it; None before the first."""
     tracked: int = 0
     """Updates that moved the average."""
 
@@ -44,21 +44,21 @@ class StrengthSchedule:
 
     @property
     def active(self) -> bool:
-        """Whether this update has a penalty."""
+        """Whether the current update has a penalty."""
         return self.config.enabled and self.updates > self.config.delay_updates
 
     @property
     def reuses(self) -> bool:
-        """Whether this update does without a second pass of its own."""
+        """Whether the current update reuses a penalty instead of running a second pass."""
         return (self.updates - self.config.delay_updates - 1) % self.config.every != 0
 
     @property
     def frozen(self) -> bool:
-        """Whether a calibrated strength is final."""
+        """Whether a calibrated strength is fixed."""
         return self.config.calibrated and self.tracked >= CALIBRATION_UPDATES
 
     def strength(self, *, grad_norm: float, penalty_norm: float, track: bool = True) -> float:
-        """The strength of this update, whose penalty has this norm at strength 1; `track`: move the average."""
+        """The strength of this update, given the penalty's norm at strength 1; `track`: update the average."""
         warmup = self.config.warmup_updates
         ramp = min(1.0, (self.updates - self.config.delay_updates) / warmup) if warmup else 1.0
         wanted = self.config.ratio
@@ -78,7 +78,7 @@ class StrengthSchedule:
         return ramp * (min(tracked, RATIO_BOUND * wanted * grad_norm / penalty_norm) if measured else tracked)
 
     def state(self) -> dict[str, Any]:
-        """The position in the schedule, and the settings that the average was tracked for, as JSON."""
+        """The position in the schedule, and the settings for which the average was tracked, as JSON."""
         return {
             "updates": self.updates,
             "log_strength": self.log_strength,
@@ -87,7 +87,7 @@ class StrengthSchedule:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state`; a calibration for other settings, as in a fork that changes them, begins anew."""
+        """Restore a `state`; a calibration restarts if its settings changed, as a fork may do."""
         self.updates = state["updates"]
         if self.config.calibrated and state["calibrated_for"] != _settings(self.config):
             return
@@ -101,7 +101,7 @@ def _settings(config: GradientRegularizationConfig) -> dict[str, Any]:
 class PenaltyMemory:
     """The penalty's component orthogonal to g1, P - (P . g1 / ||g1||^2) g1, for the updates between second passes.
 
-    Liu et al. 2022, arXiv 2203.02714: the component along g1 changes fast, the orthogonal one slowly.
+    Liu et al. 2022, arXiv 2203.02714: the component along g1 changes fast, and the orthogonal component slowly.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -116,20 +116,20 @@ class PenaltyMemory:
         self.grad_norm = grad_norm
 
     def reuse(self, *, grad_norm: float) -> dict[nn.Parameter, Tensor] | None:
-        """The stored component at the scale of a gradient of this norm; None before the first."""
+        """The stored component, scaled to a gradient of this norm; None before the first."""
         if self.orthogonal is None:
             return None
         return {p: stored * (grad_norm / self.grad_norm) for p, stored in self.orthogonal.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The whole tensors for a checkpoint, by index in the perturbed set; every rank has to call it."""
+        """Whole tensors for a checkpoint, by index in the perturbed set; all ranks must call it."""
         stored = self.orthogonal or {}
         return {str(index): full_tensor(stored[p]) for index, p in enumerate(self.parameters) if p in stored}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], *, grad_norm: float) -> None:
         """Restore the component from `tensors`."""
-        # In the parameters' order, which a file of tensors does not keep: "10" comes before "2".
+        # Use the order of the parameters: in a file of tensors, "10" comes before "2".
         owners = {index: self.parameters[int(index)] for index in sorted(tensors, key=int)}
         self.orthogonal = {p: distribute_like(tensors[index], p) for index, p in owners.items()} or None
         self.grad_norm = grad_norm

@@ -1,4 +1,4 @@
-"""Sums, checks and layouts of parameters that may be sharded or replicated: every rank computes the same numbers."""
+"""Sums, checks and layouts of sharded or replicated parameters; every rank computes the same numbers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from flatpeak.errors import UserError
 Gradients = Mapping[nn.Parameter, Tensor]
 
 CHUNK = 2**20
-"""Numbers per float32 dot product, whose results are summed in float64."""
+"""Numbers per float32 dot product; the products are summed in float64."""
 NOT_FINITE = -1.0
-"""Stand-in for a norm that is not finite where ranks compare theirs: no gradient has it."""
+"""Replaces a norm that is not finite when ranks compare norms: no gradient has this norm."""
 BELOW_COSINES = -2.0
-"""Stand-in for a cosine that is not a number where ranks compare theirs."""
+"""Replaces a NaN cosine when ranks compare cosines."""
 
 
 class DotAccumulator:
-    """Accumulated dot products <a, b> over all shards: one collective per device mesh, whatever the number of tensors.
+    """Accumulated dot products <a, b> over all shards: one collective per device mesh for any number of tensors.
 
     Products are summed over about CHUNK numbers at a time. Longer float32 sums lose digits (7e-4 over 2e7 numbers), and
-    one operation for every small tensor would cost as much as a small model's backward pass.
+    one operation for each small tensor would cost as much as a small model's backward pass.
     """
 
     def __init__(self, count: int) -> None:
@@ -37,7 +37,7 @@ class DotAccumulator:
         self._sums: dict[Any, list[Tensor]] = {}
 
     def add(self, index: int, left: Tensor, right: Tensor) -> None:
-        """Add one pair of tensors, sharded alike, to sum `index`."""
+        """Add a pair of tensors with the same sharding to sum `index`."""
         where = (left.device_mesh, left.placements) if isinstance(left, DTensor) else left.device
         key, pair = (where, index), (local_vector(left), local_vector(right))
         self._waiting.setdefault(key, []).append(pair)
@@ -46,7 +46,7 @@ class DotAccumulator:
             self._flush(key)
 
     def totals(self) -> list[float]:
-        """The sums, equal on every rank."""
+        """The sums, the same on every rank."""
         for key in list(self._waiting):
             self._flush(key)
         totals = [0.0] * self.count
@@ -57,7 +57,7 @@ class DotAccumulator:
         return totals
 
     def _at(self, where: Any) -> Tensor:
-        """This rank's sums of tensors on one device or mesh, float64 [count]."""
+        """This rank's sums for one device or mesh, float64 [count]."""
         sums = {index: torch.stack(dots).sum() for (at, index), dots in self._sums.items() if at == where}
         zero = torch.zeros_like(next(iter(sums.values())))
         return torch.stack([sums.get(index, zero) for index in range(self.count)])
@@ -71,7 +71,7 @@ class DotAccumulator:
 
 
 def pairwise_dots(pairs: Sequence[tuple[Iterable[Tensor], Iterable[Tensor]]]) -> list[float]:
-    """The dot product <a, b> of each pair of lists of tensors."""
+    """The dot product <a, b> of each pair of tensor lists."""
     sums = DotAccumulator(len(pairs))
     for index, (lefts, rights) in enumerate(pairs):
         for left, right in zip(lefts, rights, strict=True):
@@ -80,19 +80,19 @@ def pairwise_dots(pairs: Sequence[tuple[Iterable[Tensor], Iterable[Tensor]]]) ->
 
 
 def local_vector(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor, as a vector of at least float32."""
+    """This rank's shard of a tensor, as a vector in at least float32."""
     here: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if here.layout is torch.sparse_coo:  # an embedding's outside of the perturbed set: its norm is that of its entries
+    if here.layout is torch.sparse_coo:  # an embedding outside the perturbed set: the norm is that of its values
         here = here.coalesce().values()
     here = here.detach().reshape(-1)
     return here if here.dtype in (torch.float32, torch.float64) else here.float()
 
 
 def check_replicas_agree(norm: float, *, device: torch.device, informative: bool = True) -> bool:
-    """Refuse replicas that hold different gradients: each would perturb its own way, which is another algorithm.
+    """Raise UserError if replicas hold different gradients: each would perturb in another direction.
 
-    Returns whether the update is informative on any rank. Every rank has to call it, whatever its own gradient is: one
-    that skipped its update would leave the others waiting.
+    Returns whether the update is informative on any rank. Every rank must call it, whatever its gradient: a rank that
+    skips its update would leave the other ranks waiting.
     """
     if not _several_ranks():
         return informative
@@ -104,13 +104,13 @@ def check_replicas_agree(norm: float, *, device: torch.device, informative: bool
         least = "not finite" if lowest == NOT_FINITE else f"{lowest:.6g}"
         raise UserError(
             f"the ranks' gradients differ (norms {least} to {highest:.6g}): regularization needs the averaged "
-            "gradient; synchronize it in the last micro-batch (no_sync only before it)"
+            "gradient; synchronize it in the last micro-batch (use no_sync only before it)"
         )
     return any_informative
 
 
 def lowest_over_ranks(cosine: float, *, device: torch.device) -> float:
-    """The lowest cosine on any rank, NaN where one has NaN, for equal decisions; every rank has to call it."""
+    """The lowest cosine on any rank, NaN if any rank has NaN, so that all decide alike; every rank must call it."""
     if not _several_ranks():
         return cosine
     held = torch.tensor(cosine if math.isfinite(cosine) else BELOW_COSINES, dtype=torch.float64, device=device)
@@ -124,8 +124,8 @@ def _several_ranks() -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Drop gathered copies of FSDP2's parameters, so that the next forward pass reads the shards again."""
-    from torch.distributed.fsdp import FSDPModule  # here: torch without distributed support lacks it
+    """Drop FSDP2's gathered parameters, so that the next forward pass reads the shards again."""
+    from torch.distributed.fsdp import FSDPModule  # imported here because torch without distributed support lacks it
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -133,26 +133,26 @@ def reshard(model: nn.Module) -> None:
 
 
 def reset_fsdp_state(model: nn.Module) -> None:
-    """Reset FSDP2's modules after a pass that broke off: they may hold gathered weights where their shards belong."""
+    """Reset FSDP2's modules after an interrupted pass, which may leave gathered weights in place of shards."""
     from torch.distributed.fsdp import FSDPModule
 
     inner: set[nn.Module] = set()
     for module in model.modules():
         if isinstance(module, FSDPModule) and module not in inner:
             inner.update(module.modules())
-            if hasattr(module, "reset_iter_state"):  # not in every torch that we support
+            if hasattr(module, "reset_iter_state"):  # missing in some torch versions that we support
                 module.reset_iter_state()
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded; every rank has to call it."""
+    """The whole tensor of a shard; every rank must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """A tensor as a checkpoint holds it: a sharded one whole, in the first rank's host memory alone.
+    """A tensor for a checkpoint: a sharded tensor is gathered into the host memory of the first rank.
 
-    Every rank has to call it; the others get nothing.
+    Every rank must call it; only the first gets the tensor.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -161,7 +161,7 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def distribute_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Copy a whole tensor into the sharding and placement of a parameter."""
+    """Copy a whole tensor into the sharding and placement of `parameter`."""
     copied = tensor.to(device=parameter.device, copy=True)
     if not isinstance(parameter, DTensor):
         return copied
@@ -169,18 +169,18 @@ def distribute_like(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def noise_like(parameter: Tensor) -> Tensor:
-    """Gaussian noise of a parameter's shape; of a sharded one each rank draws its part, without a message."""
+    """Gaussian noise of a parameter's shape; each rank draws its own shard without communication."""
     noise = torch.empty_like(parameter.detach())
     (noise.to_local() if isinstance(noise, DTensor) else noise).normal_()
     return noise
 
 
 def collective_device(tensor: Tensor) -> torch.device:
-    """The device of collectives over a tensor: its mesh's, also where its shards are offloaded to the CPU."""
+    """The device of collectives over a tensor: that of its mesh, even if its shards are offloaded to the CPU."""
     return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
 
 
 def _sum_over_shards(values: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
-    # Asked of the placement: FSDP2 over tensor parallelism has strided shards, which are no `Shard`.
+    # Ask the placement: the strided shards of FSDP2 over tensor parallelism are not `Shard`s.
     kinds = [Replicate() if place.is_replicate() else Partial() for place in placements]
     return DTensor.from_local(values.to(mesh.device_type), mesh, kinds, run_check=False).full_tensor()

@@ -1,4 +1,4 @@
-"""Random perturbations of weights at relative radii, and what a measurement becomes under them."""
+"""Random perturbations of weights at relative radii, and measurements under them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ Measured = TypeVar("Measured")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoisyMeasurement(Generic[Measured]):
-    """A measurement with perturbed weights."""
+    """A measurement at perturbed weights."""
 
     radius: float
-    """The norm of every tensor's perturbation over the norm of the tensor."""
+    """The norm of each tensor's perturbation divided by the norm of the tensor."""
     draw: int
-    """The index of the direction, which is the same at every radius."""
+    """The index of the direction, the same at every radius."""
     value: Measured
     fidelity: PerturbationFidelity
-    """The agreement of the perturbation, as rounding left it, with the intended one."""
+    """The agreement of the rounded with the intended perturbation."""
 
 
 def relative_noise(perturbation: Perturbation, *, seed: int, draw: int) -> dict[nn.Parameter, Tensor]:
-    """Gaussian noise for every parameter, of the parameter's own Frobenius norm: the direction of radius 1.
+    """The direction of radius 1: Gaussian noise, scaled for each parameter to the parameter's Frobenius norm.
 
-    A tensor's direction depends on (seed, draw, its name and shape) alone, never on its values: models of one shape
-    are moved in the same directions, each by its own norms (Li et al. 2018, arXiv 1712.09913, normalize by filter).
+    A tensor's direction depends only on (seed, draw, its name and shape), not on its values. Models of the same shape
+    move in the same directions, scaled by their own norms (Li et al. 2018, arXiv 1712.09913, normalize by filter).
     """
     names = {parameter: plain_name(name) for name, parameter in perturbation.model.named_parameters()}
     noise = [_standard_normal(p, seed=seed, draw=draw, name=names[p]) for p in perturbation.parameters]
@@ -45,7 +45,7 @@ def relative_noise(perturbation: Perturbation, *, seed: int, draw: int) -> dict[
         squares.add(index, weight, weight)
         squares.add(count + index, drawn, drawn)
     totals = squares.totals()
-    # max: of a tensor without elements, whose norms are 0.
+    # max: the norm of a tensor without elements is 0.
     scales = [
         (square / max(drawn, 1e-300)) ** 0.5 for square, drawn in zip(totals[:count], totals[count:], strict=True)
     ]
@@ -60,10 +60,9 @@ def measure_under_noise(
     draws: int,
     seed: int,
 ) -> Iterator[NoisyMeasurement[Measured]]:
-    """Call `measure` with every draw's noise at every radius; in between, and after, all weights are as before.
+    """Call `measure` with each draw's noise at each radius, and restore all weights and buffers bit for bit after each.
 
-    They are restored bit for bit, buffers too, also where `measure` raises. Nothing is drawn from torch's own
-    generators.
+    They are restored even if `measure` raises. torch's generators do not change.
     """
     for draw in range(draws):
         direction = relative_noise(perturbation, seed=seed, draw=draw)
@@ -81,9 +80,10 @@ def falls(
     draws: int,
     seed: int,
 ) -> dict[float, float]:
-    """By radius, the value of `measure` at the weights as they are, less the mean over draws of perturbed ones.
+    """By radius: the value of `measure` at the unperturbed weights, minus its mean over draws.
 
-    A flat maximum has small falls. Every call has to draw the same random numbers: then the difference is the weights'.
+    A flat maximum has small falls. Each call of `measure` must draw the same random numbers, so that only the weights
+    make a difference.
     """
     clean = measure()
     noisy = list(measure_under_noise(perturbation, measure, radii=radii, draws=draws, seed=seed))

@@ -1,4 +1,4 @@
-"""The arguments of gradient regularization, added to a trainer's arguments, and the configuration they make up."""
+"""The gradient-regularization arguments that extend a trainer's arguments, and the configuration that they give."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ SCHEDULERS = ("grad_reg_scheduler", "gradreg_scheduler")
 FIXED_WHEN_PUBLISHED = ("ratio_mode", "perturbed", "penalty", "direction", "difference", "every")
 
 Scheduler = Callable[[int], float]
-"""The number of optimizer steps taken -> the strength of the next."""
+"""From the number of optimizer steps taken to the strength of the next step."""
 
 
 def _argument(default: Any, help: str) -> Any:
-    """A field of arguments, with the text that the command line shows."""
+    """A field with its help text for the command line."""
     return field(default=default, metadata={"help": help})
 
 
 @dataclass
 class GradientRegularizationArguments:
-    """Mix this in before any `TrainingArguments`: `class Config(GradientRegularizationArguments, DPOConfig)`.
+    """A mixin for any `TrainingArguments`: `class Config(GradientRegularizationArguments, DPOConfig)`.
 
-    Some types allow None although the default is a different value: the command line then parses them as text.
+    Some types allow None although the default is another value, so that the command line parses them as text.
     """
 
     grad_reg_strength: float | str | None = _argument(
@@ -62,19 +62,19 @@ class GradientRegularizationArguments:
         "in float32, 3e-4 if weights are rounded to bfloat16, 3e-3 for adapters of a bfloat16 model, or another step "
         "that the first check finds (published behavior: 1e-3, absolute).",
     )
-    grad_reg_warmup: int = _argument(0, "Optimizer steps without regularization at the beginning.")
+    grad_reg_warmup: int = _argument(0, "Optimizer steps without regularization at the start.")
     grad_reg_strength_warmup: int = _argument(0, "Optimizer steps over which the strength then rises linearly.")
     grad_reg_g1_clip: float | None = _argument(
         None,
-        "Published behavior: clip the first gradient to this norm before the difference (default 10). Without effect "
-        "otherwise.",
+        "Published behavior: clip the first gradient to this norm before taking the difference (default 10). It has no "
+        "effect otherwise.",
     )
     grad_reg_g2_clip: float | None = _argument(None, "The same for the second gradient.")
     grad_reg_ratio_mode: str = _argument(
         "importance",
-        "The policy loss of the second pass (GRPO, RLOO). importance: ratios to the frozen old log-probabilities with "
-        "the first pass's clip mask. reuse: every token's coefficient frozen. importance_clipped: the loss again, "
-        "with clipping. Other trainers evaluate their loss again in every mode.",
+        "The policy loss of the second pass (GRPO, RLOO). importance: ratios to the frozen old log-probabilities, with "
+        "the clip mask of the first pass. reuse: each token's coefficient is frozen. importance_clipped: evaluate the "
+        "loss again, including clipping. Other trainers evaluate their loss again in every mode.",
     )
     grad_reg_perturbed: list[str] | str | None = _argument(  # noqa: RUF009
         "blocks",
@@ -96,20 +96,20 @@ class GradientRegularizationArguments:
     )
     grad_reg_check_every: int = _argument(
         100,
-        "Compare the penalty at the step with that at its opposite in the first regularized step with advantages and "
-        "then every this many steps. If the cosine is below 0.9 and no step is set, another step is searched for; "
-        "below 0.5 the first check fails. 0: never, as in published behavior.",
+        "Compare the penalty at the step with that at its opposite in the first regularized step with advantages, and "
+        "then every this many steps. If the cosine is below 0.9 and you set no step, the check searches for another "
+        "step; below 0.5 the first check fails. 0: never, as in published behavior.",
     )
     grad_reg_behavior: str = _argument(
         "corrected",
-        "corrected, or published: absolute step, both gradients clipped before the difference, the second gradient "
-        "left in parameters that are not perturbed, parameters chosen by words in their names, dropout not replayed, "
-        "the stock loss in the second pass.",
+        "corrected, or published: an absolute step, both gradients clipped before the difference, the second gradient "
+        "kept in parameters outside the perturbed set, parameters chosen by words in their names, dropout not "
+        "replayed, and the stock loss in the second pass.",
     )
     grad_reg_precision: str = _argument(
         "float32",
         "float32: regularized steps, including generation, run without autocast. autocast: as configured; refused if "
-        "the perturbation is lost to rounding.",
+        "rounding removes the perturbation.",
     )
     grad_reg_scheduler: str | None = _argument(
         None,
@@ -118,12 +118,12 @@ class GradientRegularizationArguments:
     )
     gradreg_scheduler: str | None = _argument(None, "Published name of grad_reg_scheduler.")
     grad_reg_exclude: list[str] | None = _argument(  # noqa: RUF009
-        None, "Published behavior: parts of names that exclude a parameter."
+        None, "Published behavior: substrings of the names of excluded parameters."
     )
     fp32_gradreg: bool = _argument(True, "Published name: combine gradients in float32. Only True is supported.")
 
     def __post_init__(self) -> None:
-        """Check everything that does not depend on the model."""
+        """Check all arguments that do not depend on the model."""
         self.grad_reg_config()
         self.grad_reg_schedule()
         following = getattr(super(), "__post_init__", None)
@@ -141,7 +141,7 @@ class GradientRegularizationArguments:
         return self.grad_reg_behavior == "published"
 
     def grad_reg_config(self) -> GradientRegularizationConfig:
-        """The configuration; UserError names a bad argument. In published behavior all parameters are perturbed."""
+        """The configuration; UserError names a bad argument. Published behavior perturbs all parameters."""
         self._check_choices()
         values: dict[str, Any] = {name: getattr(self, argument) for name, argument in ARGUMENTS.items()}
         values["strength"] = as_strength(self.grad_reg_strength)
@@ -152,7 +152,7 @@ class GradientRegularizationArguments:
         return checked_config(values)
 
     def grad_reg_published_behavior(self) -> PublishedBehavior:
-        """The deviations of published code where published behavior is configured."""
+        """The deviations of published code, if published behavior is configured."""
         if not self.grad_reg_published:
             return CORRECTED
         return PublishedBehavior(
@@ -177,7 +177,7 @@ class GradientRegularizationArguments:
         return functions_by_name(super().to_dict())  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state with functions by name: every checkpoint pickles its arguments, and lambdas cannot be pickled."""
+        """The state with functions by name: every checkpoint pickles the arguments, and lambdas cannot be pickled."""
         return functions_by_name(vars(self))
 
     def _check_choices(self) -> None:
@@ -187,41 +187,41 @@ class GradientRegularizationArguments:
             ("grad_reg_difference", ("forward", "central", "exact")),
         ):
             if getattr(self, name) not in allowed:
-                raise UserError(f"{name}={getattr(self, name)}: one of {', '.join(allowed)}")
+                raise UserError(f"{name}={getattr(self, name)}: give one of {', '.join(allowed)}")
         if self.grad_reg_difference == "exact":
             raise UserError(
-                "grad_reg_difference=exact: a trainer runs backward by itself, so there is no graph left for a second "
-                "one; use forward or central (flatpeak.GradientRegularizer.accumulate has exact)"
+                "grad_reg_difference=exact: the trainer runs backward, which leaves no graph for second derivatives; "
+                "use forward or central (flatpeak.GradientRegularizer.accumulate has exact)"
             )
         for name in SCHEDULERS:
             given = getattr(self, name)
             if given is not None and not callable(given) and not isinstance(given, str):
-                raise UserError(f"{name}={given}: a function of the step, or package.module:function")
+                raise UserError(f"{name}={given}: give a function of the step, or package.module:function")
         for name in ("grad_reg_g1_clip", "grad_reg_g2_clip"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise UserError(f"{name}={getattr(self, name)}: a norm above 0")
+                raise UserError(f"{name}={getattr(self, name)}: give a norm above 0")
         if as_perturbed(self.grad_reg_perturbed) == ():
             raise UserError("grad_reg_perturbed is empty: name a pattern, or use blocks or all")
         if self.grad_reg_exclude is not None and not self.grad_reg_published:
-            raise UserError("grad_reg_exclude belongs to grad_reg_behavior=published; use grad_reg_perturbed")
+            raise UserError("grad_reg_exclude needs grad_reg_behavior=published; use grad_reg_perturbed")
         if not self.fp32_gradreg:
-            raise UserError("fp32_gradreg=False: gradients are combined in float32, or in the weights' own type")
+            raise UserError("fp32_gradreg=False: gradients are always combined in float32, or in the weights' type")
 
     def _published(self, values: dict[str, Any]) -> dict[str, Any]:
         defaults = GradientRegularizationConfig()
         for name in FIXED_WHEN_PUBLISHED:
             if values[name] != getattr(defaults, name):
-                raise UserError(f"{ARGUMENTS[name]} belongs to grad_reg_behavior=corrected: leave it out")
+                raise UserError(f"{ARGUMENTS[name]} needs grad_reg_behavior=corrected: remove it")
         return {
             "step": PUBLISHED_EPS if self.grad_reg_eps is None else self.grad_reg_eps,
             "step_scale": "absolute",
             "perturbed": "all",
-            "check_every": 0,  # with a clip or dropout in between, published code computes no derivative to check
+            "check_every": 0,  # with clipping and dropout, published code computes no derivative to check
         }
 
 
 def checked_config(values: dict[str, Any]) -> GradientRegularizationConfig:
-    """The configuration, or UserError with the first fault and the name of its argument."""
+    """The configuration, or a UserError about the first fault, with the name of its argument."""
     try:
         return GradientRegularizationConfig(**values)
     except ValidationError as error:
@@ -233,7 +233,7 @@ def checked_config(values: dict[str, Any]) -> GradientRegularizationConfig:
 
 
 def as_strength(value: float | str | None) -> float | str:
-    """The strength as a number, also if the command line gave text; a ratio stays text."""
+    """The strength as a number, even if the command line gave text; a ratio stays text."""
     if value is None:
         return 0.0
     try:
@@ -243,7 +243,7 @@ def as_strength(value: float | str | None) -> float | str:
 
 
 def as_perturbed(value: Sequence[str] | str | None) -> str | tuple[str, ...]:
-    """The perturbed set: a named set, or patterns of names."""
+    """The perturbed set: a name, or patterns."""
     if value is None:
         return "blocks"
     if not isinstance(value, str):
@@ -253,7 +253,7 @@ def as_perturbed(value: Sequence[str] | str | None) -> str | tuple[str, ...]:
 
 
 def functions_by_name(values: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the arguments with the schedules' functions as `module:function`."""
+    """A copy of the arguments with schedule functions as `module:function`."""
     paths = {
         name: f"{values[name].__module__}:{getattr(values[name], '__qualname__', type(values[name]).__name__)}"
         for name in SCHEDULERS

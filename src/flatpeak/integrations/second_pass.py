@@ -1,7 +1,7 @@
-"""The second pass of a Hugging Face trainer: replays micro-batches with the first pass's state, precision and loss.
+"""The second pass of a Hugging Face trainer: replays micro-batches with the state, precision and loss of the first.
 
 TRL's policy-gradient trainers (GRPO, RLOO) compute their loss from the log-probabilities that
-`_get_per_token_logps_and_entropies` returns. Intercepting that call with recorded numbers evaluates the stock loss
+`_get_per_token_logps_and_entropies` returns. If the call returns recorded numbers instead, the stock loss is evaluated
 without the model, for every loss type and normalization.
 """
 
@@ -31,7 +31,7 @@ StockLoss = Callable[[Inputs], Tensor]
 GRPO = "trl.trainer.grpo_trainer.GRPOTrainer"
 RLOO = "trl.trainer.rloo_trainer.RLOOTrainer"
 HARD_CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo")
-"""Loss types with a hard clip or cap. The others (sapo, vespo) are smooth and need only frozen old log-probs."""
+"""Loss types with a hard clip or cap. sapo and vespo are smooth and need only frozen old log-probabilities."""
 PLAIN_TYPES = (bool, int, float, str, Tensor, type(None))
 METRICS = ("_metrics", "_stored_metrics")
 """The attributes in which trainers collect metrics for their logs."""
@@ -41,36 +41,36 @@ IEEE = "ieee"
 
 @dataclass(kw_only=True, slots=True)
 class MicroBatch:
-    """One micro-batch, with the state before its first pass and the results of that pass."""
+    """One micro-batch, with the state before its first pass and the results of its first pass."""
 
     model: nn.Module
     num_items: Any
     inputs: Any = None
     """The inputs as the trainer prepared them."""
     random: RandomState | None = None
-    """The generators' state after that, because generating completions draws numbers too."""
+    """The state of the generators after the preparation, because generating completions draws numbers too."""
     attributes: dict[str, Any] = field(default_factory=dict)
-    """The trainer's plain attributes after that, such as an entropy coefficient that the loss adapts."""
+    """The trainer's plain attributes after the preparation, such as an entropy coefficient that the loss adapts."""
     scores: Scores | None = None
     """The first pass's log-probabilities, entropies and auxiliary loss, detached."""
     coefficients: Tensor | None = None
-    """The derivatives d policy loss / d log-probability of each token."""
+    """d policy loss / d log-probability of each token."""
     masks: dict[str, Tensor] = field(default_factory=dict)
-    """Masks that the loss drew from the first pass's values: drawn again, they could differ in the second pass."""
+    """Masks that the loss drew from the first pass's values; masks of the second pass could differ."""
 
     def rewind(self, trainer: Trainer) -> None:
-        """Restore the trainer's plain attributes from before the loss."""
+        """Restore the plain attributes that the trainer had before the loss."""
         vars(trainer).update(self.attributes)
 
 
 def has_nonzero_advantages(inputs: Any) -> bool:
-    """Whether a micro-batch has a nonzero advantage; true for inputs without advantages, as for a preference loss."""
+    """Whether a micro-batch has a nonzero advantage; True for inputs without advantages, as in a preference loss."""
     advantages = inputs.get("advantages") if isinstance(inputs, Mapping) else None
     return bool(advantages.any()) if isinstance(advantages, Tensor) else True
 
 
 def plain_attributes(trainer: Trainer) -> dict[str, Any]:
-    """The attributes that are numbers, texts or tensors, by reference: a loss replaces them, never in place."""
+    """The attributes that are numbers, texts or tensors, by reference, because losses replace them."""
     return {name: value for name, value in vars(trainer).items() if isinstance(value, PLAIN_TYPES)}
 
 
@@ -91,14 +91,14 @@ def preserved_state(trainer: Trainer) -> Iterator[None]:
 
 
 def copy_metrics(metrics: Any) -> Any:
-    """A copy of nested dictionaries and lists; the numbers in them are shared."""
+    """A copy of nested dictionaries and lists that shares the numbers."""
     if isinstance(metrics, Mapping):
         return {name: copy_metrics(value) for name, value in metrics.items()}
     return list(metrics) if isinstance(metrics, list) else metrics
 
 
 def restore_metrics(metrics: Any, before: Any) -> None:
-    """Make `metrics` equal a copy, with dictionaries changed in place: others refer to them, some have defaults."""
+    """Make `metrics` equal to a copy. Dictionaries change in place: other objects refer to them, some have defaults."""
     for name in [name for name in metrics if name not in before]:
         del metrics[name]
     for name, value in before.items():
@@ -109,7 +109,7 @@ def restore_metrics(metrics: Any, before: Any) -> None:
 
 
 def replay_micro_batch(trainer: Trainer, micro: MicroBatch, *, last: bool) -> None:
-    """Run a micro-batch forward and backward again by transformers' training_step, because TRL's counts generations."""
+    """Rerun a micro-batch forward and backward by transformers' training_step, because TRL's counts generations."""
     trainer.accelerator.gradient_state._set_sync_gradients(last)
     offload = getattr(trainer, "maybe_activation_offload_context", nullcontext())
     with synchronization(trainer, micro.model, last=last), offload:
@@ -117,7 +117,7 @@ def replay_micro_batch(trainer: Trainer, micro: MicroBatch, *, last: bool) -> No
 
 
 def synchronization(trainer: Trainer, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-    """The context that synchronizes gradients only in the last micro-batch, as in the trainer's loop."""
+    """A context that synchronizes gradients only in the last micro-batch, as in the trainer's loop."""
     accelerator = trainer.accelerator
     if last or accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
         return nullcontext()
@@ -127,15 +127,15 @@ def synchronization(trainer: Trainer, model: nn.Module, *, last: bool) -> Abstra
 
 
 def path_of(kind: type) -> str:
-    """The full name of a class, with its module."""
+    """The full name of a class, including its module."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 class SecondPassLoss:
-    """The loss that a policy-gradient trainer's second pass differentiates, by ratio mode."""
+    """The loss of the second pass of a policy-gradient trainer, by ratio mode."""
 
     def __init__(self, trainer: Trainer, mode: RatioMode, *, stock: str) -> None:
-        """Wrap the loss of a trainer; `stock` is the path of the TRL trainer that it derives from."""
+        """Wrap the loss of a trainer; `stock` is the path of its TRL base class."""
         self.trainer = trainer
         self.mode = mode
         self.stock = stock
@@ -143,7 +143,7 @@ class SecondPassLoss:
 
     @classmethod
     def for_trainer(cls, trainer: Trainer, mode: RatioMode) -> SecondPassLoss | None:
-        """The loss of a TRL trainer; None for other trainers, whose loss is evaluated again in every mode."""
+        """The loss for a TRL trainer; None for other trainers, which evaluate their loss again in every mode."""
         for kind in type(trainer).__mro__:
             if path_of(kind) in (GRPO, RLOO):
                 return cls(trainer, mode, stock=path_of(kind))
@@ -151,18 +151,18 @@ class SecondPassLoss:
 
     @property
     def reevaluates_loss(self) -> bool:
-        """Whether the second pass is just the stock loss with frozen old log-probabilities."""
+        """Whether the second pass evaluates the stock loss with frozen old log-probabilities."""
         if self.mode != "importance":
             return self.mode == "importance_clipped"
         owner = next(path_of(kind) for kind in type(self.trainer).__mro__ if "_compute_loss" in vars(kind))
         return owner != self.stock or (self.stock == GRPO and self.trainer.loss_type not in HARD_CLIPPED_LOSSES)
 
     def score(self, compute: Callable[[], Scores]) -> Scores:
-        """The trainer's scores, computed or replaced while the loss is being evaluated."""
+        """The trainer's scores, computed or replaced during an evaluation of the loss."""
         return compute() if self._interceptor is None else self._interceptor(compute)
 
     def first(self, stock: StockLoss, inputs: Inputs, micro: MicroBatch) -> Tensor:
-        """Evaluate the first pass's loss and record its scores."""
+        """Evaluate the loss of the first pass and record its scores."""
 
         def keep(compute: Callable[[], Scores]) -> Scores:
             logprobs_BT, entropies_BT, aux = scores = compute()
@@ -178,12 +178,12 @@ class SecondPassLoss:
         if micro.scores is None:
             raise UserError(
                 f"{type(self.trainer).__name__} computes its loss without _get_per_token_logps_and_entropies, which "
-                "gradient regularization records; install trl==1.16.0, or set grad_reg_strength=0"
+                "gradient regularization needs; install trl==1.16.0, or set grad_reg_strength=0"
             )
         return loss
 
     def second(self, stock: StockLoss, inputs: Inputs, micro: MicroBatch) -> Tensor:
-        """Evaluate the second pass's loss: at the first pass's weights, it has the first pass's gradient."""
+        """Evaluate the loss of the second pass; at the first pass's weights it has the first pass's gradient."""
         inputs = self._with_old(inputs, micro)
         if self.reevaluates_loss:
             return self._evaluate(stock, inputs, micro)
@@ -197,15 +197,15 @@ class SecondPassLoss:
             logprobs.append(scores[0])
             return scores
 
-        with self._intercepting(record):  # with advantages of 0, the KL, entropy and auxiliary terms remain
+        with self._intercepting(record):  # advantages of 0 leave the KL, entropy and auxiliary terms
             others = self._evaluate(stock, without_policy, micro)
         weights_BT = micro.coefficients * self._ratio(logprobs[0].detach(), inputs, micro)
-        # The ratio is detached: c r grad log p is the gradient of c r for a token's ratio, and of r times a common c
-        # for a completion's ratio; it also holds if the c of one completion differ.
+        # The ratio is detached: c r grad log p is the gradient of c r for a token's ratio. For a completion's ratio it
+        # is the gradient of r times a common c, and it holds for different c within a completion too.
         return others + frozen_policy_loss(logprobs[0], weights_BT).sum()
 
     def _coefficients(self, stock: StockLoss, inputs: Inputs, without_policy: Inputs, micro: MicroBatch) -> Tensor:
-        """The derivatives d policy loss / d log-probability of each token, with normalization."""
+        """d policy loss / d log-probability of each token, with normalization."""
         scores = first_scores(micro)
 
         def gradient(inputs: Inputs) -> Tensor:
@@ -218,7 +218,7 @@ class SecondPassLoss:
         return gradient(inputs) - gradient(without_policy)
 
     def _ratio(self, logprobs_BT: Tensor, inputs: Inputs, micro: MicroBatch) -> Tensor:
-        """The ratio of p to the first pass's p, at the trainer's level; 1 if the mode or CISPO's cap freezes it."""
+        """The ratio of p to the first pass's p, per token or completion; 1 if the mode or CISPO's cap freezes it."""
         first_BT = first_scores(micro)[0]
         if self.mode == "reuse":
             return torch.ones_like(first_BT)
@@ -243,7 +243,8 @@ class SecondPassLoss:
         return ratio
 
     def _with_old(self, inputs: Inputs, micro: MicroBatch) -> Inputs:
-        """Add the first pass's log-probabilities as old ones; on-policy TRL stores none and uses the current ones."""
+        """Add the first pass's log-probabilities as the old ones; TRL stores none on-policy and uses the current
+        ones."""
         if self.stock == RLOO or inputs.get("old_per_token_logps") is not None:
             return inputs
         return {**inputs, "old_per_token_logps": first_scores(micro)[0]}
@@ -263,7 +264,7 @@ class SecondPassLoss:
 
 def first_scores(micro: MicroBatch) -> Scores:
     """The scores of the first pass."""
-    assert micro.scores is not None  # `first` has run before any replay, or raised
+    assert micro.scores is not None  # `first` ran before any replay
     return micro.scores
 
 
@@ -281,7 +282,7 @@ def sharded_dtype(trainer: Trainer) -> torch.dtype | None:
 
 
 def compute_dtype(trainer: Trainer, precision: str) -> torch.dtype | None:
-    """The type to which a regularized forward pass rounds weights, for the guard; None if it does not round."""
+    """The type to which a regularized forward pass rounds weights, for the guard; None without rounding."""
     if precision == "float32":
         return None
     return sharded_dtype(trainer) or (torch.bfloat16 if autocasts(trainer) else None)
@@ -291,7 +292,7 @@ def compute_dtype(trainer: Trainer, precision: str) -> torch.dtype | None:
 def without_autocast(trainer: Trainer) -> Iterator[None]:
     """A context without autocast, and without TensorFloat-32 in matrix products.
 
-    accelerate builds autocast into `forward` of the models it prepares and keeps the plain one beside it.
+    accelerate wraps `forward` of prepared models in autocast and keeps the original function as an attribute.
     """
     accelerator = trainer.accelerator
     models = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]

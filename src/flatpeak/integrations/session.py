@@ -1,4 +1,4 @@
-"""The gradient regularization of one Hugging Face trainer: micro-batches, second passes, metrics, checkpoints."""
+"""The gradient regularization of a Hugging Face trainer: micro-batches, second passes, metrics, checkpoints."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ from flatpeak.integrations.second_pass import (
 
 STATE = "gradient_regularization.json"
 MEMORY = "gradient_regularization/memory.safetensors"
-"""In a separate folder: vLLM, SGLang and others load every `*.safetensors` file beside config.json as weights."""
+"""In a separate folder: vLLM, SGLang and others load every `*.safetensors` file next to config.json as weights."""
 StockStep = Callable[[nn.Module, Any, Any], Tensor]
 """The trainer's training_step without the mixin."""
 
 
 class Session:
-    """The state of a regularized trainer, shared by the mixin's methods."""
+    """The state of a regularized trainer for the methods of the mixin."""
 
     def __init__(self, trainer: Trainer, arguments: GradientRegularizationArguments) -> None:
-        """Raise UserError if there is no parameter to perturb."""
+        """Raise UserError if there are no parameters to perturb."""
         self.trainer = trainer
         self.arguments = arguments
         self.published = arguments.grad_reg_published
@@ -69,7 +69,7 @@ class Session:
         self.metrics = MetricsAccumulator()
         self._micro_batches: list[MicroBatch] = []
         self._start: Buffers | None = None
-        """The model's buffers after the inputs of an update's first micro-batch were prepared."""
+        """The model's buffers after preparing the inputs of an update's first micro-batch."""
         self._active: bool | None = None
         self._prepared = False
         self._regularizer: GradientRegularizer | None = None
@@ -79,7 +79,7 @@ class Session:
 
     @property
     def regularizer(self) -> GradientRegularizer:
-        """The regularizer, built when the model is ready for training, because sharding replaces parameters."""
+        """The regularizer, built once the model is ready for training, because sharding replaces parameters."""
         if self._regularizer is None:
             with argument_names_in_errors():
                 self._regularizer = GradientRegularizer(
@@ -93,12 +93,12 @@ class Session:
         return self._regularizer
 
     def notice(self, message: str) -> None:
-        """Give a notice as a warning, on one rank."""
+        """Give a notice as a warning on one rank."""
         if self.trainer.is_world_process_zero():
             warnings.warn(message, stacklevel=2)
 
     def training_step(self, stock: StockStep, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
-        """Run one micro-batch and, after the last of an update, the second pass."""
+        """Run a micro-batch and, after the last of an update, the second pass."""
         started = time.perf_counter()
         if self._active is None:
             self._active = self._begin()
@@ -119,12 +119,12 @@ class Session:
         return loss
 
     def prepare_inputs(self, stock: Callable[[Any], Any], inputs: Any) -> Any:
-        """Prepare and record the inputs in the first pass, and return the recorded inputs in the second."""
+        """Prepare and record the inputs in the first pass; return the recorded inputs in the second."""
         if self.replaying is not None:
             self.replaying.rewind(self.trainer)
             if not self.published and self.replaying.random is not None:
                 self.replaying.random.restore()
-            return copy.copy(self.replaying.inputs)  # losses remove and add entries
+            return copy.copy(self.replaying.inputs)  # losses add and remove entries
         prepared = stock(inputs)
         if self.recording is not None:
             self.recording.inputs = prepared
@@ -143,7 +143,7 @@ class Session:
         return stock(inputs)
 
     def mask(self, name: str, draw: Callable[[], Tensor]) -> Tensor:
-        """The first pass's mask, which the loss draws from its values; the second pass uses it again."""
+        """The mask that the loss draws from its values in the first pass, which the second pass reuses."""
         micro = self.replaying or self.recording
         if micro is None or self.published:
             return draw()
@@ -152,23 +152,23 @@ class Session:
         return micro.masks[name]
 
     def begin_training(self) -> None:
-        """Discard the state of a run that ended or was interrupted."""
+        """Discard the state of an earlier run."""
         if not self._loaded:
             self._regularizer = None
         self._loaded, self._active, self._prepared = False, None, False
         self._micro_batches.clear()
 
     def check_prepared(self) -> None:
-        """Raise UserError before an update that `training_step` did not prepare."""
+        """Raise UserError before an update without a `training_step`."""
         if not self._prepared:
             raise UserError(
-                f"{type(self.trainer).__name__} is about to update without gradient regularization: something computed "
-                "the gradient without training_step; set grad_reg_strength=0, or keep transformers' training loop"
+                f"{type(self.trainer).__name__} is about to update without gradient regularization: its gradient "
+                "was computed outside training_step; set grad_reg_strength=0, or keep transformers' training loop"
             )
         self._prepared = False
 
     def save(self, directory: str) -> None:
-        """Write the state that the next update depends on beside the optimizer's. Every rank has to call it."""
+        """Write the state that the next update depends on to the checkpoint. All ranks must call it."""
         tensors = {name: tensor.contiguous() for name, tensor in self.regularizer.tensors().items()}
         if not self.trainer.args.should_save:
             return
@@ -188,11 +188,11 @@ class Session:
             self.regularizer.load(json.loads(state.read_text(encoding="utf-8")), tensors)
         else:
             self.regularizer.schedule.updates = self.trainer.state.global_step
-            self.notice(f"{checkpoint} was written without gradient regularization: it begins here")
+            self.notice(f"{checkpoint} was written without gradient regularization, which starts now")
         self._loaded = True
 
     def _begin(self) -> bool:
-        """Whether the update that begins has a penalty."""
+        """Whether the update that starts has a penalty."""
         schedule = self.regularizer.schedule
         if self.schedule is not None:
             strength = self.schedule(self.trainer.state.global_step)
@@ -203,7 +203,7 @@ class Session:
         return schedule.config.enabled and schedule.updates >= schedule.config.delay_updates
 
     def _end_update(self) -> None:
-        """Run the second pass of an update that has a penalty, and prepare for the next update."""
+        """Run the second pass if the update has a penalty, and prepare for the next update."""
         try:
             if self._active:
                 self._collect(self._second_pass())
@@ -234,7 +234,7 @@ class Session:
                 after.restore()
 
     def _collect(self, report: Report) -> None:
-        """Add a report to the metrics, and drop a gradient that would put NaN into the weights."""
+        """Add a report to the metrics, and drop a gradient that would write NaN into the weights."""
         grads = [p.grad for p in self.regularizer.trainable if p.grad is not None]
         finite = math.isfinite(pairwise_dots([(grads, grads)])[0])
         if not finite:
@@ -250,28 +250,28 @@ class Session:
         arguments = self.arguments
         if not self.published and (arguments.grad_reg_g1_clip is not None or arguments.grad_reg_g2_clip is not None):
             self.notice(
-                "grad_reg_g1_clip and grad_reg_g2_clip have no effect: the penalty is formed from unclipped gradients, "
-                "and the sum is clipped once by max_grad_norm; grad_reg_behavior=published clips them"
+                "grad_reg_g1_clip and grad_reg_g2_clip have no effect: the penalty uses unclipped gradients, and "
+                "max_grad_norm clips the sum once; grad_reg_behavior=published clips them"
             )
         if arguments.grad_reg_precision == "float32" and autocasts(self.trainer):
             self.notice(
-                "regularized steps run in float32, without the bfloat16 autocast that is configured; "
+                "regularized steps run in float32 instead of the configured bfloat16 autocast; "
                 "grad_reg_precision=autocast keeps it"
             )
 
 
 class SessionCallback(TrainerCallback):
-    """The callback that passes the trainer's events to a session."""
+    """Passes the trainer's events to a session."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Begin training, after a checkpoint has been loaded."""
+        """Begin training after a checkpoint was loaded."""
         self.session.begin_training()
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Check an update, after clipping and before the optimizer's step."""
+        """Check an update after clipping, before the optimizer's step."""
         self.session.check_prepared()
 
 
@@ -287,13 +287,13 @@ def argument_names_in_errors() -> Iterator[None]:
 def published_parameters(
     model: nn.Module, config: GradientRegularizationConfig, exclude: list[str] | str | None
 ) -> GradientRegularizationConfig:
-    """The configuration with the published set: the parameters whose names contain none of some words."""
+    """The configuration with the published set: all parameters whose names contain none of some words."""
     given = [exclude] if isinstance(exclude, str) else exclude
     words = PUBLISHED_EXCLUDE if given is None else given
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     chosen = tuple(name for name in names if not any(word in name for word in words))
     if not chosen:
-        raise UserError(f"grad_reg_exclude={list(words)} leaves no trainable parameter to perturb")
+        raise UserError(f"grad_reg_exclude={list(words)} excludes every trainable parameter")
     return config.model_copy(update={"perturbed": chosen})
 
 
@@ -302,14 +302,14 @@ class MetricsAccumulator:
 
     def __init__(self) -> None:
         self.skipped = 0
-        """Updates without their penalty, and updates dropped because of a gradient that is not finite."""
+        """Updates without their penalty, plus updates dropped because of a gradient that is not finite."""
         self._values: dict[str, list[float]] = defaultdict(list)
         self._second_pass_seconds = 0.0
         self.total_seconds = 0.0
-        """The time of the training steps, second passes included."""
+        """The time of the training steps, including second passes."""
 
     def update(self, report: Report, *, dropped: bool) -> None:
-        """Add an update that had, or should have had, a penalty."""
+        """Add an update that had a penalty, or whose penalty was skipped."""
         skipped = dropped or report.skipped is not None
         self.skipped += skipped
         for name, value in {**report.metrics(), "gradreg/skipped": float(skipped)}.items():
@@ -318,7 +318,7 @@ class MetricsAccumulator:
         self._second_pass_seconds += report.seconds
 
     def pop_means(self) -> dict[str, float]:
-        """Return the means by the names of docs/metrics.md, and reset; empty if no update was regularized."""
+        """Return the means, named as in docs/metrics.md, and reset; empty if no update was regularized."""
         means = {name: sum(values) / len(values) for name, values in self._values.items()}
         if means and self.total_seconds > 0:
             means["gradreg/time_share"] = self._second_pass_seconds / self.total_seconds

@@ -1,4 +1,4 @@
-"""Gradient regularization for TRL's trainers: change the import, and set a strength.
+"""Gradient regularization for TRL's trainers: change the import and set a strength.
 
 ```
 from flatpeak.integrations.trl import GradientRegularizedGRPOConfig, GradientRegularizedGRPOTrainer
@@ -7,8 +7,8 @@ args = GradientRegularizedGRPOConfig(grad_reg_strength="calibrated:3", grad_reg_
 GradientRegularizedGRPOTrainer(model, reward_funcs=reward, args=args, train_dataset=dataset).train()
 ```
 
-For any other trainer put `GradientRegularizationMixin` before the trainer, and `GradientRegularizationArguments` before
-its config.
+For any other trainer, list `GradientRegularizationMixin` before the trainer, and `GradientRegularizationArguments`
+before its config.
 """
 
 from __future__ import annotations

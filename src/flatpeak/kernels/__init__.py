@@ -1,1 +1,1 @@
-"""Kernels for matrix products and decoding attention: they take tensors instead of models, and need torch only."""
+"""Kernels for matrix products and decoding attention that take tensors instead of models and need only torch."""

@@ -1,13 +1,13 @@
 """Attention of one new token per slot over the keys of its prompt and its completion: in torch, or by a GPU kernel.
 
-`decode_attention` chooses Triton's kernel (decode_attention_triton) if it is available and has agreed with the exact
-result on this device, else torch. policy/kv_cache.py has a picture of the memory that both read.
+`decode_attention` uses the Triton kernel (decode_attention_triton) if it is available and its results on this device
+match exact ones; otherwise it uses torch. policy/kv_cache.py has a picture of the memory that both read.
 
 Shape letters: R slots being decoded (the first R of S), H heads, D head dimension, T columns of a slot, A entries of
-prompts, C columns of all prompts' key heads, W tiles. An entry's prompt occupies a region of columns_A columns; those
-of its first key head begin at index starts_A * Hkv of the prompts' keys and values, and the other heads follow.
-No function here reads a value back to the host, and no shape depends on a value, so calls can be captured in a CUDA
-graph.
+prompts, C columns of all prompts' key heads, W tiles. The prompt of entry a has a region of columns_A[a] columns for
+each key head; the first region begins at index starts_A[a] * Hkv of the prompts' keys and values, and the regions of
+the other heads follow. No function here reads a value back to the host, and no shape depends on a value, so a CUDA
+graph can capture calls.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch import Tensor
 from flatpeak.kernels.prompt_tiles import PromptTiles
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-"""Largest allowed difference from the float64 result, for N(0, 1) inputs; beyond it the kernel is not used."""
+"""Largest allowed difference from the float64 result for N(0, 1) inputs; above it the kernel is not used."""
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
 MOST_COLUMNS = 2**18
-"""The most keys, of all slots together, that plain torch lays side by side at once."""
+"""The most keys, over all slots, that plain torch copies at a time."""
 _FAULTS: list[str] = []
 
 
@@ -50,9 +50,9 @@ def decode_attention(
 ) -> Tensor:
     """softmax(softcap * tanh(scale * q k / softcap)) v over the keys of the prompt and then the slot's: [R, Hq, D].
 
-    Slot s sees the first lengths_S[s] of its columns, the last of which belongs to the query's token, and the first
+    Slot s sees the first lengths_S[s] of its columns, up to that of the query's token, and the first
     prompt_lengths_A[prompt_S[s]] columns of its prompt; with a window, only the last `window` of these positions. No
-    region has more than `prompt_columns` columns. With `tiles`, the kernel need not sort the slots by prompt in every
+    region has more than `prompt_columns` columns. `tiles` saves the kernel from sorting the slots by prompt in every
     layer.
     """
     tensors = (query_RHD, keys_SHTD, values_SHTD, lengths_S)
@@ -86,10 +86,10 @@ def reference_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """`decode_attention` in torch: slots' keys side by side, a few slots at a time. Unseen columns must be finite."""
+    """`decode_attention` in torch, for a few slots at a time. Columns that no query sees must be finite too."""
     slots, heads, dim = query_RHD.shape
     kv_heads, columns = keys_SHTD.shape[1:3]
-    # Query heads that share a key head become query rows of it, so keys are not repeated.
+    # Query heads that share a key head become its query rows, so that keys are not repeated.
     folded_RHQD = query_RHD.reshape(slots, kv_heads, heads // kv_heads, dim)
     head_H1 = torch.arange(kv_heads, device=query_RHD.device)[:, None]
     position = torch.arange(prompt_columns, device=query_RHD.device)
@@ -144,7 +144,7 @@ def visible_keys(
 
 
 def uses_kernel(query_RHD: Tensor, keys_SHTD: Tensor, *, window: int | None, softcap: float | None) -> bool:
-    """Whether `decode_attention` of such tensors runs the kernel. The first call on a GPU compiles and checks it."""
+    """Whether `decode_attention` runs the kernel for such tensors. The first call on a GPU compiles and checks it."""
     if query_RHD.device.type != "cuda":
         return False
     return (
@@ -170,15 +170,15 @@ def kernel_notices() -> list[str]:
 def kernel_fault(
     *, device: torch.device, dtype: torch.dtype, dim: int, heads: int, kv_heads: int, windowed: bool, softcapped: bool
 ) -> str | None:
-    """The reason why the kernel cannot be used for such heads; None once it has agreed with the exact result for them.
+    """The reason why the kernel cannot be used for such heads; None if its results for them match exact ones.
 
-    The first call runs the kernel, and so must not happen while a graph is being captured.
+    The first call runs the kernel, so it must not happen while a graph is being captured.
     """
     fault = _unserved(dtype=dtype, dim=dim, heads=heads, kv_heads=kv_heads) or _disagreement(
         device=device, dtype=dtype, dim=dim, heads=heads, kv_heads=kv_heads, windowed=windowed, softcapped=softcapped
     )
     if fault is not None:
-        _FAULTS.append(f"decoding goes without the Triton kernel, and is slower: {fault}")
+        _FAULTS.append(f"decoding runs without the Triton kernel, and is slower: {fault}")
     return fault
 
 
@@ -208,7 +208,7 @@ def _disagreement(
 
         tiles = PromptTiles.build(problem["prompt_S"], num_entries=3, repeats=heads // kv_heads)
         attended = kernel_attention(**problem, **settings, tiles=tiles).double()
-    except Exception as error:  # compilers and drivers raise their own types of errors, and torch can take over
+    except Exception as error:  # compilers and drivers raise various types of errors; torch is the fallback
         return f"it failed: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
     exact: dict[str, Any] = {
         name: given.double() if isinstance(given, Tensor) and given.is_floating_point() else given

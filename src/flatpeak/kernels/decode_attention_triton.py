@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,unused-ignore"
-"""decode_attention in Triton: keys are cut into chunks that are attended in parallel, then merged by log-sum-exp.
+"""decode_attention in Triton: programs attend to chunks of keys in parallel, then merge them by log-sum-exp.
 
-The first programs take a chunk of a prompt with all query rows of a tile of slots that share the prompt; the others
-take a chunk of the keys of one slot. Lengths, prompts and tiles are read on the device: chunks past the end do nothing,
-and a launch is the same for every token. M are query rows of one key head, N keys, C chunks.
+The first programs attend from all query rows of a tile of slots with the same prompt to a chunk of the prompt. The
+other programs attend to a chunk of one slot's keys. The device reads lengths, prompts and tiles: chunks past the end do
+nothing, and every token has the same launch. M: query rows of one key head, N: keys, C: chunks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def kernel_attention(
     tiles: PromptTiles,
     chunk: int | None = None,
 ) -> Tensor:
-    """`decode_attention` by the kernel. Columns of slots and regions and `chunk` (in keys) must be multiples of 64."""
+    """`decode_attention` by the kernel. Columns of slots and regions, and `chunk` (in keys), are multiples of 64."""
     slots, heads, dim = query_RHD.shape
     kv_heads, columns = keys_SHTD.shape[1:3]
     for states in (keys_SHTD, values_SHTD, prompt_keys_CD, prompt_values_CD):
@@ -52,7 +52,7 @@ def kernel_attention(
     shape_RHC = (slots, heads, prompt_chunks + chunks)
     partial_RHCD = torch.empty((*shape_RHC, dim), dtype=torch.float32, device=query_RHD.device)
     logsum_RHC = torch.empty(shape_RHC, dtype=torch.float32, device=query_RHD.device)
-    # A slot's prompt chunks belong to the tile that holds it, so only one program writes each entry of logsum_RHC.
+    # A slot's prompt chunks belong to the slot's tile, so only one program writes each entry of logsum_RHC.
     _attend_chunks[(num_tiles * prompt_chunks + slots * chunks, kv_heads)](
         *(query_RHD.contiguous(), partial_RHCD, logsum_RHC),
         *(keys_SHTD, values_SHTD, lengths_S, columns, chunks),
@@ -75,7 +75,7 @@ def kernel_attention(
 
 
 def launch_settings(dim: int, *, repeats: int, item_size: int) -> dict[str, int]:
-    """Block sizes: shared memory holds a few stages of key and value blocks, and twice as many in half precision."""
+    """Block sizes: shared memory holds a few stages of key and value blocks, twice as many in half precision."""
     block_d = triton.next_power_of_2(dim)
     row_bytes = block_d * item_size
     return {
@@ -89,7 +89,7 @@ def launch_settings(dim: int, *, repeats: int, item_size: int) -> dict[str, int]
 
 
 def choose_chunk(columns: int, *, programs: int, device: torch.device) -> int:
-    """Keys per program, so that every processor has work; computed from the shapes alone."""
+    """The number of keys per program that gives every processor work, from the shapes alone."""
     chunk = LARGEST_CHUNK
     while chunk > 64 and programs * -(-columns // chunk) < 2 * _processors(device):
         chunk //= 2
@@ -114,11 +114,11 @@ def _attend_chunks(
     KV_HEADS: tl.constexpr, REPEATS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     OWN_ROWS: tl.constexpr, TILE: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr,
 ):
-    """One chunk of a tile's prompt, or one chunk of the keys of a slot."""
+    """Attend to one chunk of a tile's prompt, or to one chunk of a slot's keys."""
     program = tl.program_id(0)
     kv_head = tl.program_id(1)
     all_chunks = prompt_chunks + chunks
-    # The branches use different names for tensors of different shapes: the compiler would try to merge equal names.
+    # The branches use different names for tensors of different shapes, because the compiler merges equal names.
     if program < num_tiles * prompt_chunks:
         tile = program // prompt_chunks
         index = program % prompt_chunks
@@ -129,7 +129,7 @@ def _attend_chunks(
         valid_M = member_M < count
         slot_M = tl.load(order + start + member_M, mask=valid_M, other=0)
         prompt = tl.load(prompts + tl.load(order + start))
-        length = tl.where(count > 0, tl.load(prompt_lengths + prompt), 0).to(tl.int32)  # unused tiles read no keys
+        length = tl.where(count > 0, tl.load(prompt_lengths + prompt), 0).to(tl.int32)  # no keys for unused tiles
         newest_M = length + tl.load(lengths + slot_M).to(tl.int32)
         base = (tl.load(region_starts + prompt) * KV_HEADS + kv_head * tl.load(region_columns + prompt)) * DIM
         _attend(
@@ -161,7 +161,7 @@ def _attend(
 ):
     """Softmax over chunk number `index` of `length` keys, written with its log-sum-exp as chunk `entry` of each row.
 
-    `newest_M` counts the columns up to each row's newest token, in the numbering of these keys.
+    `newest_M` counts the columns up to and including each row's newest token, numbered as these keys.
     """
     d = tl.arange(0, BLOCK_D)
     line_M = slot_M * (KV_HEADS * REPEATS) + kv_head * REPEATS + row_M % REPEATS
@@ -183,7 +183,7 @@ def _attend(
         k_ND = tl.load(keys + n[:, None] * DIM + d[None, :], mask=inside_ND, other=0.0)
         score_MN = _scores(q_MD, k_ND, n, end, lowest_M, scale, softcap, WINDOWED, SOFTCAPPED)
         new_M = tl.maximum(top_M, tl.max(score_MN, 1))
-        shift_M = tl.where(new_M == float("-inf"), 0.0, new_M)  # for a row that has not seen a key yet
+        shift_M = tl.where(new_M == float("-inf"), 0.0, new_M)  # for rows that have seen no key yet
         weight_MN = tl.exp(score_MN - shift_M[:, None])
         decay_M = tl.exp(top_M - shift_M)
         v_ND = tl.load(values + n[:, None] * DIM + d[None, :], mask=inside_ND, other=0.0)
@@ -206,7 +206,7 @@ def _scores(
     q_MD, k_ND, n, end, lowest_M, scale, softcap, WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr
 ):
     """Scores of query rows against keys number `n`; minus infinity if a row does not see a key."""
-    # For float32: three products of TF32 parts, exact to about 1e-6, on tensor cores. Ignored for bfloat16.
+    # For float32: three TF32 products on tensor cores, exact to about 1e-6. Ignored for bfloat16.
     score_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="tf32x3") * scale
     if SOFTCAPPED:
         score_MN = softcap * (2.0 * tl.sigmoid(2.0 * score_MN / softcap) - 1.0)
@@ -220,7 +220,7 @@ def _scores(
 def _merge_chunks(
     partial, logsum, output, all_chunks, heads, dim, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """The chunks of one query head of one slot, weighted by exp of their log-sum-exp."""
+    """Merge the chunks of one query head of one slot, weighted by exp of their log-sum-exp."""
     line = tl.program_id(0).to(tl.int64) * heads + tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
     top = float("-inf")
@@ -233,7 +233,7 @@ def _merge_chunks(
         shift = tl.where(new == float("-inf"), 0.0, new)
         weight_C = tl.exp(logsum_C - shift)
         decay = tl.exp(top - shift)
-        # Chunks that saw no key were never written.
+        # Entries of chunks without visible keys were never written.
         chunk_CD = tl.load(
             partial + (line * all_chunks + c)[:, None] * dim + d[None, :],
             mask=(logsum_C > float("-inf"))[:, None] & (d < dim)[None, :],

@@ -1,8 +1,8 @@
 """A frozen linear layer with a low-rank adapter as one product, x W^T + b + s (x A^T) B^T (arXiv 2106.09685).
 
-As peft composes it from layers, the adapter's product, its scaled copy and the sum are three more tensors of the
-output's size, and as many in the backward pass. Here both products are added into the memory of the base layer's
-result. The backward pass keeps only x A^T and the input, which layers with the same input share.
+peft composes it from layers, which allocates three more tensors of the output's size (the adapter's product, its scaled
+copy and the sum), and as many in the backward pass. Here both products are added in place to the base layer's output.
+The backward pass keeps only x A^T and the input, which layers with the same input share.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ class Adapter:
 def adapted_linear(input_MK: Tensor, weight: Callable[[], Tensor], bias_N: Tensor | None, adapter: Adapter) -> Tensor:
     """Multiply by a frozen layer and its adapter: [..., N] in the input's dtype, differentiable any number of times.
 
-    Gradients reach the input, A and B. `weight` returns W as [N, K] in the input's dtype, and is called in each pass,
-    so that 4-bit weights are dequantized only while they are used. The adapter's products are computed in its own
-    dtype.
+    Gradients reach the input, A and B. `weight` returns W as [N, K] in the input's dtype. Each pass calls it, so that
+    4-bit weights are dequantized only during use. The adapter's products are computed in its own dtype.
     """
     down_RK, up_NR = adapter.down_RK, adapter.up_NR
     if torch.is_grad_enabled():
@@ -89,10 +88,10 @@ class _AdaptedLinear(torch.autograd.Function):
         needs_input, _, _, needs_down, needs_up, _ = ctx.needs_input_grad
         precise_MN = _rows(grad_MN).to(up_NR.dtype)
         precise_MK = _rows(input_MK).to(down_RK.dtype)
-        if torch.is_grad_enabled():  # as a function of input and A, to be differentiated again
+        if torch.is_grad_enabled():  # recompute x A^T from input and A, for second derivatives
             low_MR = linear(precise_MK, down_RK)
         grad_low_MR = linear(precise_MN, up_NR.t()) * ctx.scaling
-        # For few rows times many columns: the products in this order read memory contiguously.
+        # For few rows and many columns: this order of the products reads memory contiguously.
         grad_down_RK = linear(grad_low_MR.t(), precise_MK.t()) if needs_down else None
         grad_up_RN = linear((low_MR * ctx.scaling).t(), precise_MN.t()) if needs_up else None
         grad_input = None

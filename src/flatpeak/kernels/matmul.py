@@ -1,7 +1,7 @@
 """Matrix products in float32 on a CPU, by the faster of torch's two libraries.
 
-torch multiplies float32 matrices with MKL, which takes its AVX2 path on processors that are not Intel's. If such a
-processor has AVX-512, oneDNN, which is part of torch too, is more than twice as fast (benchmarks/RESULTS.md).
+torch multiplies float32 matrices with MKL, which uses AVX2 at most on processors of vendors other than Intel. On such a
+processor with AVX-512, oneDNN, another part of torch, is more than twice as fast (benchmarks/RESULTS.md).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 from flatpeak.kernels.processor import vendor
 
 SMALLEST = 1 << 13
-"""Entries of the weight below which oneDNN's fixed cost per call outweighs its speed."""
+"""Weights with fewer entries use MKL, because oneDNN's fixed cost per call outweighs its speed."""
 KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 KERNELS = 192
-"""The number of kernels that oneDNN keeps: one per shape, of half a MiB each; oneDNN's default is 1024."""
+"""The number of kernels that oneDNN caches: one per shape, half a MiB each; its default is 1024."""
 SETTING = "FLATPEAK_MATMUL"
 """The environment variable that overrides the choice: mkl or onednn."""
 
@@ -28,9 +28,9 @@ SETTING = "FLATPEAK_MATMUL"
 def linear(input_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """Multiply like torch's `linear`: input W^T + b, [..., N], differentiable any number of times.
 
-    Input and weight may be transposed views, so that every product of a backward pass can be written as one of these.
+    Input and weight may be transposed views, so this function can compute every product of a backward pass.
     """
-    if torch.compiler.is_compiling():  # inductor mistakes oneDNN's operator for its own, whose weights are packed
+    if torch.compiler.is_compiling():  # inductor takes oneDNN's operator for its own, which has packed weights
         return F.linear(input_MK, weight_NK, bias_N)
     if not (served(weight_NK) and input_MK.dtype == torch.float32 and input_MK.numel()):
         return F.linear(input_MK, weight_NK, bias_N)
@@ -41,7 +41,7 @@ def linear(input_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) ->
 
 
 def add_linear(sum_MN: Tensor, input_MK: Tensor, weight_NK: Tensor) -> None:
-    """Add input W^T to a sum outside autograd, without a temporary product if torch does the multiplication."""
+    """Add input W^T to a sum outside autograd, without a temporary product if torch multiplies."""
     if served(weight_NK) or sum_MN.dtype != input_MK.dtype:
         sum_MN.add_(linear(input_MK, weight_NK))
     else:
@@ -49,9 +49,9 @@ def add_linear(sum_MN: Tensor, input_MK: Tensor, weight_NK: Tensor) -> None:
 
 
 def served(weight: Tensor) -> bool:
-    """Whether products with this matrix go through oneDNN, decided by the weight alone.
+    """Whether oneDNN multiplies by this matrix, decided by the weight alone.
 
-    If the rows of the other factor mattered too, a row's result would depend on the number of rows computed with it.
+    If the number of input rows mattered too, a row's result would depend on how many rows are computed with it.
     """
     return (
         weight.dtype == torch.float32
@@ -63,16 +63,16 @@ def served(weight: Tensor) -> bool:
 
 
 def pack(weight_NK: Tensor) -> Tensor:
-    """A copy of the weight in the layout that oneDNN's kernels read, for `multiply`; later updates do not reach it."""
+    """A copy of the weight in oneDNN's layout, for `multiply`; later updates of the weight do not change it."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_NK.detach())
     return packed
 
 
 def multiply(input_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    """oneDNN's input W^T + b, outside autograd; the weight may be packed, and the result a transposed view.
+    """input W^T + b by oneDNN, outside autograd; the weight may be packed, and the result may be a transposed view.
 
-    oneDNN's operator first copies an input that is a transposed view, slowly. The gradient of a weight, grad^T input,
-    is a product of two such views: if that copies less, it is computed as (input^T grad)^T.
+    oneDNN's operator first copies a transposed input, slowly. The gradient of a weight, grad^T input, is a product of
+    two transposed views: if it copies less, it is computed as (input^T grad)^T.
     """
     swapped = bias_N is None and _copies_less_swapped(input_MK, weight_NK)
     first, second = (weight_NK, input_MK) if swapped else (input_MK, weight_NK)
@@ -81,10 +81,10 @@ def multiply(input_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tens
 
 
 def _copies_less_swapped(input_MK: Tensor, weight_NK: Tensor) -> bool:
-    if not _is_transposed(input_MK) or len(weight_NK) == 1:  # swapped, a product with a vector sums in another order
+    if not _is_transposed(input_MK) or len(weight_NK) == 1:  # swapped products with a vector sum in another order
         return False
     (M, K), N = input_MK.shape, len(weight_NK)
-    copied_swapped = M * N  # the transposed result is copied once more
+    copied_swapped = M * N  # the transposed result needs another copy
     if _is_transposed(weight_NK):
         copied_swapped += N * K
     return copied_swapped < M * K
@@ -98,7 +98,7 @@ def _is_transposed(matrix: Tensor) -> bool:
 def onednn_is_faster() -> bool:
     """Whether float32 products on this machine's CPU go through oneDNN."""
     for name in KERNEL_CACHES:
-        os.environ.setdefault(name, str(KERNELS))  # read when the first kernel is made
+        os.environ.setdefault(name, str(KERNELS))  # oneDNN reads it when it creates the first kernel
     available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     setting = os.environ.get(SETTING, "auto")
     if setting in ("mkl", "onednn"):
@@ -112,7 +112,7 @@ def _is_intel() -> bool:
 
 
 class _Linear(torch.autograd.Function):
-    """Its backward pass uses the same function, so that its derivatives have derivatives."""
+    """A linear layer whose backward pass uses itself, so that second derivatives exist."""
 
     @staticmethod
     def forward(ctx: Any, input_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The processor as Linux describes it, read without importing torch."""
+"""The processor according to Linux, read without importing torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KIND = (
 
 @cache
 def fields() -> dict[str, str]:
-    """The fields of the first processor; empty if there is no such file."""
+    """The fields of the first processor; empty if the file does not exist."""
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
             first = lines.read().partition("\n\n")[0]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TILE_ROWS = 64
-"""Query rows that the kernel multiplies with one prompt's keys at once."""
+"""Query rows that the kernel multiplies with a prompt's keys at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,20 +20,20 @@ class PromptTiles:
     """Slots that share a prompt, cut into tiles that fit TILE_ROWS query rows of a key head.
 
     The shapes depend only on the numbers of slots and entries, so captured graphs stay valid. Call `refresh_` after
-    slots have moved or have another prompt.
+    slots have moved or their prompts have changed.
     """
 
     order_R: Tensor
-    """int64: the slots, by prompt."""
+    """int64: the slots, sorted by prompt."""
     starts_W: Tensor
-    """int64: the index in order_R at which each tile begins; the last element is scratch."""
+    """int64: the index in order_R of each tile's first slot; the last element is scratch."""
     counts_W: Tensor
     """int64: the number of slots of each tile, 0 for unused tiles; the last element is scratch."""
     slots_per_tile: int
 
     @classmethod
     def build(cls, prompt_R: Tensor, *, num_entries: int, repeats: int) -> PromptTiles:
-        """Make tiles of slots with these prompts; `repeats` is the number of query heads per key head."""
+        """Build the tiles of slots with these prompts; `repeats` is the number of query heads per key head."""
         slots = len(prompt_R)
         slots_per_tile = TILE_ROWS // repeats
         # Every prompt has at most one partly filled tile.
@@ -48,7 +48,7 @@ class PromptTiles:
         return table
 
     def refresh_(self, prompt_R: Tensor) -> None:
-        """Write the table for these prompts in place."""
+        """Write the tiles for these prompts in place."""
         order_R = torch.argsort(prompt_R, stable=True)
         sorted_R = prompt_R.index_select(0, order_R)
         index_R = torch.arange(len(order_R), device=order_R.device)

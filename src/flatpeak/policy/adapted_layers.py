@@ -1,8 +1,8 @@
-"""peft's linear layers with LoRA adapters, each computed as one product (kernels.low_rank) if the result is the same.
+"""peft's linear layers with LoRA adapters, computed as one product (kernels.low_rank) if the result is the same.
 
-As for plain layers (policy.linears), only the classes of the modules are replaced. Each call that is not plain LoRA
-over a frozen base uses peft's forward pass: DoRA and other variants, active dropout, biases of adapters, several active
-adapters or none, merged adapters, modules with hooks, autocast, compiled layers.
+Only the classes of the modules are replaced, as for plain layers (policy.linears). Calls that are not plain LoRA over a
+frozen base use peft's forward pass: DoRA and other variants, active dropout, adapter biases, several active adapters or
+none, merged adapters, modules with hooks, autocast, compiled layers.
 
 Importing this module loads peft.
 """
@@ -24,7 +24,7 @@ _BASES = (nn.Linear, FastLinear, Conv1D, FastConv1D)
 
 
 class AdaptedLayer(FastLayer):
-    """A layer of peft's with a base and named adapters, whose peft forward pass remains available as a fallback."""
+    """A peft layer with a base and named adapters; peft's forward pass remains as a fallback."""
 
     active_adapters: list[str]
     base_layer: Any
@@ -49,7 +49,7 @@ class AdaptedLayer(FastLayer):
         return adapted_linear(x, self.matrix, self.base_layer.bias, adapter)
 
     def adapter(self) -> Adapter | None:
-        """The only active adapter, if the layer is plain LoRA over a frozen base."""
+        """The active adapter, if the layer is plain LoRA over a frozen base."""
         names = self.active_adapters
         if len(names) != 1 or names[0] not in self.lora_A or self.disable_adapters or self.merged:
             return None
@@ -65,11 +65,11 @@ class AdaptedLayer(FastLayer):
         return Adapter(down_RK=down.weight, up_NR=up.weight, scaling=self.scaling[name])
 
     def knows(self, base: nn.Module) -> bool:
-        """Whether `matrix` can read such a base."""
+        """Whether `matrix` supports this base."""
         return type(base) in _BASES
 
     def multiplies(self, x: Tensor) -> bool:
-        """Whether an input is multiplied as it is, without a cast."""
+        """Whether the layer multiplies this input without a cast."""
         return bool(x.dtype == self.base_layer.weight.dtype)
 
     def matrix(self) -> Tensor:
@@ -91,18 +91,18 @@ if is_bnb_4bit_available():
     from peft.tuners.lora import Linear4bit
 
     class AdaptedLinear4bit(AdaptedLayer, Linear4bit):
-        """peft's layer over a 4-bit linear layer, on a CPU; on a GPU peft uses bitsandbytes' kernels."""
+        """peft's layer over a 4-bit linear layer on a CPU; on a GPU peft uses bitsandbytes' kernels."""
 
         plain = Linear4bit
 
         def knows(self, base: nn.Module) -> bool:
-            """Whether `matrix` can read such a base."""
+            """Whether `matrix` supports this base."""
             state = _quant_state(base)
             shape = (self.out_features, self.in_features)
             return base.weight.device.type == "cpu" and state is not None and tuple(state.shape) == shape
 
         def multiplies(self, x: Tensor) -> bool:
-            """Whether an input is multiplied as it is, without a cast."""
+            """Whether the layer multiplies this input without a cast."""
             base = self.base_layer
             return x.dtype == base.compute_dtype and (base.bias is None or base.bias.dtype == x.dtype)
 
@@ -116,7 +116,7 @@ if is_bnb_4bit_available():
 
 
 def _quant_state(base: Any) -> Any:
-    """The scales of a 4-bit weight; if FSDP2 has gathered the weight, its layer holds them."""
+    """The scales of a 4-bit weight; if FSDP2 has gathered the weight, the layer holds them."""
     return getattr(base.weight, "quant_state", None) or getattr(base, "quant_state", None)
 
 

@@ -1,4 +1,4 @@
-"""A model's weights under their names in checkpoints: as files, or as tensors for servers."""
+"""A model's weights under their checkpoint names, as files or as tensors for servers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flatpeak.utils.huggingface import no_progress_bar
 
 
 def save_model(model: Any, directory: Path, *, head: nn.Linear | None) -> None:
-    """Write a model in Hugging Face format; `head`: an output layer to write separately as well if it is tied."""
+    """Write a model in Hugging Face format; `head`: a tied output layer to write separately as well."""
     with no_progress_bar():
         model.save_pretrained(directory)
     if tied := tied_head(model, head):
@@ -25,7 +25,7 @@ def save_model(model: Any, directory: Path, *, head: nn.Linear | None) -> None:
 
 
 def named_weights(model: Any, *, head: nn.Linear | None) -> list[tuple[str, Tensor]]:
-    """The tensors that `save_model` writes, as views of the model's; of tied tensors only the first."""
+    """The tensors that `save_model` writes, as views of the model's tensors; tied tensors once."""
     weights: dict[str, Tensor] = {}
     seen = set[int]()
     for name, weight in model.state_dict().items():
@@ -36,7 +36,7 @@ def named_weights(model: Any, *, head: nn.Linear | None) -> list[tuple[str, Tens
 
 
 def tied_head(model: Any, head: nn.Linear | None) -> list[tuple[str, Tensor]]:
-    """The output layer under its own name, if it is tied to the embeddings."""
+    """The output layer under its own name if it is tied to the embeddings."""
     if head is None or head.weight is not model.get_input_embeddings().weight:
         return []
     name = next(name for name, module in model.named_modules() if module is head)

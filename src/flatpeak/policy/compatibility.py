@@ -1,4 +1,4 @@
-"""The models that flatpeak's attention supports: types proven by tests, and checked again by a probe when loaded."""
+"""The models that flatpeak's attention supports: types proven by tests, and a probe of each loaded model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flatpeak.types import PackedCompletions
 
 
 class PolicyParts(Protocol):
-    """The parts of a policy that probe, self-tests and native kernels use."""
+    """The parts of a policy that the probe, self-tests and native kernels use."""
 
     model: Any
     causal: Any
@@ -41,7 +41,7 @@ class PolicyParts(Protocol):
         ...
 
     def use_kernels(self, native: bool) -> None:
-        """Use native kernels for packed passes, or torch."""
+        """Use native kernels for packed passes if `native`, else torch."""
         ...
 
     def packed_logprobs(self, batch: PackedCompletions, *, temperature: float) -> tuple[Tensor, Tensor]:
@@ -89,23 +89,23 @@ PROVEN = frozenset(
 )
 """Model types that tests/policy proves equal to the plain forward pass, packed and decoded."""
 SHARED_ROPE = frozenset({"dynamic", "longrope"})
-"""Rotary scalings in which the longest sequence of a batch changes all others."""
+"""Rotary scalings by which the longest sequence of a batch changes all other sequences."""
 PROBE_TOLERANCES = {torch.bfloat16: 5e-2}
-"""The tolerance for logits, relative to the largest, if weights have less than single precision. A resumed run probes
-the trained weights and must decide as before, so it is wide (the largest gap of 14 model types was 2.4%)."""
+"""The tolerance for logits, relative to the largest, with weights below single precision. It is wide because a resumed
+run probes the trained weights and must decide as before (the largest gap of 14 model types was 2.4%)."""
 PROBE_TOLERANCE = 1e-3
 """The tolerance for weights in all other types."""
 
 
 def unsupported(model: Any) -> str | None:
-    """The reason in a model's configuration why it must use the fallback; None if there is none."""
+    """The reason why a model's configuration requires the fallback; None if there is none."""
     config = model.config
     if config.model_type not in PROVEN:
-        return f"model type {config.model_type!r} is not proven with the native engine"
+        return f"model type {config.model_type!r} is not tested with the native engine"
     if SHARED_ROPE & _rope_types(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)):
         return "its rotary embedding rescales with the longest sequence of a batch (dynamic or longrope)"
     if not hasattr(model, "set_attn_implementation"):
-        return "it has no switchable attention"
+        return "its attention cannot be replaced"
     return None
 
 
@@ -152,8 +152,8 @@ def probe(policy: PolicyParts) -> str | None:
             plain = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()
         if bool(plain.isnan().any()):
             raise UserError(
-                "the model's logits are NaN before any step: its weights are damaged, or had diverged when they were "
-                "saved; fetch them again, or name another model"
+                "the model's logits are NaN before any step: its weights are damaged, or had diverged before they were "
+                "saved; download them again, or choose another model"
             )
         ours = torch.cat([packed[start : start + len(tokens) - 1], decoded[index : index + 1]])
         start += len(tokens) - 1

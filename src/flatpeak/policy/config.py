@@ -1,4 +1,4 @@
-"""The configuration of the model, an existing or a new one, and of the reference model of the KL terms."""
+"""The configuration of the model, existing or new, and of the reference model of the KL terms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class TokenizerConfig(StrictConfig):
     """A tokenizer built from the task's text."""
 
     type: Literal["characters", "bpe"] = "characters"
-    """characters: one token for each character of the text. bpe: a byte-level BPE trained on it."""
+    """characters: one token per character of the text. bpe: a byte-level BPE trained on the text."""
     vocab_size: Annotated[int, Field(ge=16)] = 1000
     """Size of a BPE vocabulary (digits are always single tokens); no effect with `characters`."""
 
@@ -26,17 +26,17 @@ class NewModelConfig(StrictConfig):
     """The transformers model type: llama, gpt2, qwen2, ... transformers' AutoTokenizer misreads the saved tokenizer of
     a new qwen2 model; flatpeak loads it correctly."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """Fields of its transformers config (hidden_size, num_hidden_layers, ...); flatpeak sets vocabulary and special
-    ids."""
+    """Fields of its transformers config (hidden_size, num_hidden_layers, ...); flatpeak sets the vocabulary and the
+    special ids."""
     tokenizer: TokenizerConfig = TokenizerConfig()
 
 
 class ModelConfig(StrictConfig):
-    """Set `path` (a directory or Hub name) or `new`; neither if the caller of flatpeak.train passes a model."""
+    """Set `path` or `new`, but not both; neither if you pass a model to flatpeak.train."""
 
     path: str | None = None
-    """A directory or Hub name of a model, a checkpoint or an adapter, or a GGUF file; null: `new`, or the caller's
-    model."""
+    """A directory or Hub name of a model, a checkpoint or an adapter, or a GGUF file; null: use `new`, or the model
+    that you pass."""
     revision: str | None = None
     """A branch, tag or commit of a Hub name; null: main."""
     new: NewModelConfig | None = None
@@ -44,17 +44,17 @@ class ModelConfig(StrictConfig):
     device: str = "auto"
     """auto: cuda if available, else cpu."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """The weights' type. bfloat16: the optimizer keeps a float32 master of each trainable weight, and saved models are
-    in bfloat16. A model passed by the caller keeps its type."""
+    """The type of the weights. bfloat16: the optimizer keeps a float32 master of each trainable weight, and saved
+    models are in bfloat16. A model that you pass keeps its type."""
     dropout: bool = False
-    """Keep the model's dropout while training. Off by default: dropout makes the policy differ from its sampler."""
+    """Keep the model's dropout in training. Off by default, because dropout makes the policy differ from its
+    sampler."""
     trust_remote_code: bool = False
     """Allow code that comes with the model or its tokenizer to run on this machine."""
     lora: LoraConfig | None = None
-    """Train adapters in float32 and keep the model's weights frozen; `{}` uses the defaults. null: train the
-    weights."""
+    """Train adapters in float32 and freeze the model's weights; `{}` uses the defaults. null: train the weights."""
     quantization: Literal["nf4"] | None = None
-    """nf4: keep the linear layers in 4 bits, under adapters (QLoRA: Dettmers et al. 2023, arXiv 2305.14314). null: all
+    """nf4: store the linear layers in 4 bits, under adapters (QLoRA: Dettmers et al. 2023, arXiv 2305.14314). null: all
     weights are in `dtype`."""
 
     @field_validator("dtype", mode="before")
@@ -62,15 +62,15 @@ class ModelConfig(StrictConfig):
     def _no_float16(cls, value: object) -> object:
         if value in ("float16", "fp16", "half"):
             raise ValueError(
-                f"model.dtype={value}: small gradients underflow in float16 and flatpeak scales no loss; use bfloat16, "
-                "or float32"
+                f"model.dtype={value}: small gradients underflow in float16, and flatpeak does not scale "
+                "losses; use bfloat16 or float32"
             )
         return value
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
         if self.path is not None and self.new is not None:
-            raise ValueError("give one of model.path (a directory or Hub name) and model.new, not both")
+            raise ValueError("give model.path (a directory or Hub name) or model.new, not both")
         return self
 
     @model_validator(mode="after")
@@ -78,7 +78,7 @@ class ModelConfig(StrictConfig):
         if self.quantization is not None and self.lora is None:
             raise ValueError(
                 f"model.quantization={self.quantization} without model.lora: weights in 4 bits cannot be trained; add "
-                "adapters with model.lora={}, or leave model.quantization null"
+                "adapters with model.lora={}, or set model.quantization to null"
             )
         return self
 
@@ -87,28 +87,28 @@ class ModelConfig(StrictConfig):
         if self.new is not None and (self.lora is not None or self.quantization is not None):
             key = "lora" if self.lora is not None else "quantization"
             raise ValueError(
-                f"model.{key} beside model.new: its random weights are saved nowhere, and adapters are nothing without "
-                "them; train the new model by itself first (flatpeak sft), and name its checkpoint as model.path"
+                f"model.{key} with model.new: adapters need their base model, but new random weights are not saved; "
+                "first train the new model without it (flatpeak sft), then give its checkpoint as model.path"
             )
         return self
 
 
 class ReferenceConfig(StrictConfig):
-    """The model to which KL is measured."""
+    """The reference model of the KL terms."""
 
     model: str | None = None
-    """A directory or Hub name; null: the policy as it was when RL began, after SFT."""
+    """A directory or Hub name; null: the policy at the start of RL, after SFT."""
     keep: bool = False
-    """Keep a reference and log the KL to it even if kl.coefficient is 0."""
+    """Keep a reference and log its KL even if kl.coefficient is 0."""
     reset_every: Annotated[int, Field(ge=1)] | None = None
-    """After every this many steps of RL, the current policy becomes the reference; null: never."""
+    """Steps of RL between resets, at which the current policy becomes the reference; null: no resets."""
     reset_at_kl: Annotated[float, Field(gt=0)] | None = None
-    """After any step with policy/kl_reference above this, the current policy becomes the reference; null: never. This
-    and `reset_every` imply `keep`."""
+    """A limit of policy/kl_reference: after a step above it, the current policy becomes the reference; null: no limit.
+    This and `reset_every` imply `keep`."""
     reset_optimizer: bool = False
     """At a reset, also clear the optimizer's moments and step counts; the learning rate's schedule continues."""
     offload: bool = False
-    """Keep the reference's weights in host memory, and move them to a CUDA device only while it scores; scores stay
+    """Keep the reference's weights in host memory and move them to the CUDA device only for scoring; scores stay
     bit-identical. Weights shared with the policy, as under adapters, stay on the device. No effect on a CPU."""
 
     @property
@@ -120,7 +120,7 @@ class ReferenceConfig(StrictConfig):
     def _optimizer_is_reset_with_the_reference(self) -> ReferenceConfig:
         if self.reset_optimizer and not self.resets:
             raise ValueError(
-                "reference.reset_optimizer=true without a rule for resets never acts: set reference.reset_every or "
-                "reference.reset_at_kl, or leave reference.reset_optimizer=false"
+                "reference.reset_optimizer=true has no effect without resets: set reference.reset_every or "
+                "reference.reset_at_kl, or set reference.reset_optimizer=false"
             )
         return self

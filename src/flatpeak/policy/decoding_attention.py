@@ -1,15 +1,15 @@
 """Attention of one new token per slot over the keys of the slot and its prompt, on a CPU and on a GPU.
 
-On a CPU it is plain batched products. The softmax of a slot runs over the columns of its prompt and its completion, so
-scores of both are computed first, by two products: one over the completions' keys, and one over prompts' keys in which
-all slots of a group are query rows. A slot's result must not depend on the other slots, to the bit (docs/engine.md):
-hence the rules below for the number of rows and columns of a product, and the number of steps in a sum.
+On a CPU it consists of batched products. The softmax of a slot runs over the columns of its prompt and its completion,
+so two products first compute the scores of both: one over the keys of completions, and one over the keys of prompts, in
+which all slots of a group are query rows. A slot's result must not depend on the other slots, to the bit
+(docs/engine.md): hence the rules below for the rows and columns of products, and for the order of sums.
 
-On a GPU it is one kernel. A decoding step is captured as a CUDA graph and replayed, so nothing there may depend on a
-host value that changes from token to token. The kernel reads lengths, prompts and tiles on the device; only moves of
-slots or prompts, which happen between steps, rewrite its tables.
+On a GPU it is one kernel. A decoding step is captured as a CUDA graph and replayed, so it must not depend on a host
+value that changes from token to token. The kernel reads lengths, prompts and tiles on the device; its tables are
+rewritten only when slots or prompts move, between steps.
 
-R slots being decoded; r query heads to each of Hkv key heads; W visible columns; A regions of prompts, of C slots each.
+R slots being decoded; r query heads per key head (Hkv); W visible columns; A regions of prompts, of C slots each.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from flatpeak.policy.kv_cache import KeyValueCache
 from flatpeak.policy.training_attention import SUM_COLUMNS, AttentionRule
 
 LEAST_QUERIES = 4
-"""Slots of a prompt are padded to a multiple of this: products of fewer query rows round differently."""
+"""The slots of a prompt are padded to a multiple of this, because products of fewer query rows round differently."""
 MOSTLY = 0.75
-"""If more than this share of regions is in use, all regions are multiplied in place, which saves a copy."""
+"""If more than this share of regions is in use, all regions are multiplied in place, without a copy."""
 
 
 class CpuDecodeAttention:
-    """Implements kv_cache.DecodeAttention by plain batched products.
+    """Implements kv_cache.DecodeAttention by batched products.
 
-    For a few query rows they are faster than torch's fused kernel, which works on tiles. Reading keys and values takes
-    most of the time, so only the columns in use are read, and a prompt's only once for all slots of its group.
+    For a few query rows these are faster than torch's fused kernel, which works on tiles. Most of the time goes into
+    reading keys and values, so only the columns in use are read, and those of a prompt only once per group.
     """
 
     def __init__(self) -> None:
@@ -45,18 +45,18 @@ class CpuDecodeAttention:
         self._prompts: list[SharedPrompts] | None = None
 
     def rearranged(self, cache: KeyValueCache) -> None:
-        """Drop the tables of slots by prompt; `begin` builds them again."""
+        """Drop the tables of slots by prompt; `begin` rebuilds them."""
         self._prompts = None
 
     def begin(self, cache: KeyValueCache, batch_size: int, width: int) -> None:
-        """Prepare a step that sees `width` columns of completions."""
+        """Prepare a step with `width` visible columns of completions."""
         if self._prompts is None or batch_size != self._batch_size:
             self._prompts = _by_region_size(cache, batch_size)
         self._batch_size, self._width = batch_size, width
         self._own_columns, self._own_bias = {}, {}
 
     def columns(self, cache: KeyValueCache, kv_heads: int) -> Tensor:
-        """The result of KeyValueCache.next_columns, kept for all layers of the step."""
+        """KeyValueCache.next_columns, kept for all layers of the step."""
         if kv_heads not in self._own_columns:
             self._own_columns[kv_heads] = cache.next_columns(self._batch_size, kv_heads)
         return self._own_columns[kv_heads]
@@ -66,7 +66,7 @@ class CpuDecodeAttention:
         slots, heads, _, dim = query.shape
         keys, values = (memory[:slots, :, : self._width].flatten(0, 1) for memory in cache.layers[layer])
         kv_heads = len(keys) // slots
-        # Query heads that share a key head become query rows of it, so keys are not repeated.
+        # Query heads that share a key head become its query rows, so that keys are not repeated.
         folded = query.reshape(len(keys), heads // kv_heads, dim)
         scores = _scores(rule, folded, keys, self._bias(cache, kv_heads, rule.window))
         assert self._prompts is not None
@@ -85,8 +85,8 @@ class CpuDecodeAttention:
         return (attended + weighted_sum(on_own, values)).view(slots, 1, heads, values.shape[-1])
 
     def _bias(self, cache: KeyValueCache, kv_heads: int, window: int | None) -> Tensor:
-        """Mask of completions' columns to add to scores, float32 [R * Hkv, 1, W]: 0 where a slot sees one, else
-        -inf."""
+        """The mask to add to scores of completions' columns, float32 [R * Hkv, 1, W]: 0 if the slot sees the column,
+        else -inf."""
         if (kv_heads, window) not in self._own_bias:
             lengths_R = cache.lengths_S[: self._batch_size]
             distance = lengths_R[:, None] - torch.arange(self._width)
@@ -108,11 +108,11 @@ class GpuDecodeAttention:
             tiles.refresh_(cache.prompt_S[:slots])
 
     def begin(self, cache: KeyValueCache, batch_size: int, width: int) -> None:
-        """Prepare a step over the first slots; the kernel reads lengths itself."""
+        """Prepare a step over the first slots; the kernel reads lengths on the device."""
         self._batch_size = batch_size
 
     def columns(self, cache: KeyValueCache, kv_heads: int) -> Tensor:
-        """The result of KeyValueCache.next_columns for the slots of this step."""
+        """KeyValueCache.next_columns for the slots of this step."""
         return cache.next_columns(self._batch_size, kv_heads)
 
     def attend(self, cache: KeyValueCache, layer: int, query: Tensor, rule: AttentionRule) -> Tensor:
@@ -142,7 +142,7 @@ class GpuDecodeAttention:
 
 
 def _by_region_size(cache: KeyValueCache, batch_size: int) -> list[SharedPrompts]:
-    """The prompts of the first slots, grouped by region size: a product needs equal shapes."""
+    """The prompts of the first slots, grouped by region size, because a product needs equal shapes."""
     regions = [cache.prompts.region_of(entry) for entry in cache.prompt_S[:batch_size].tolist()]
     by_size = sorted(range(batch_size), key=lambda slot: regions[slot][0])
     shared = []
@@ -155,8 +155,7 @@ def _by_region_size(cache: KeyValueCache, batch_size: int) -> list[SharedPrompts
 class SharedPrompts:
     """Prompts in regions of one size: slots that share a prompt are query rows of the same product.
 
-    A table lists the slots of each region, padded with any slot so that all have the same number. R counts only these
-    slots.
+    A table lists the slots of each region, padded with arbitrary slots to the same number. R counts only these slots.
     """
 
     def __init__(self, cache: KeyValueCache, columns: int, slots: list[int], regions: list[int]) -> None:
@@ -165,7 +164,7 @@ class SharedPrompts:
         self._columns = columns
         self._slots_R = torch.tensor(slots)
         used = sorted(set(regions))
-        # If only a few regions lie unused in between, they are multiplied too: leaving them out takes a copy.
+        # If few regions in between are unused, they are multiplied too, which saves a copy.
         self._regions = list(range(used[-1] + 1)) if len(used) > MOSTLY * (used[-1] + 1) else used
         index_of = {region: index for index, region in enumerate(self._regions)}
         prompt_R = torch.tensor([index_of[region] for region in regions])
@@ -179,22 +178,22 @@ class SharedPrompts:
         table = torch.zeros(self._num_regions * copies, dtype=torch.int64)
         self._table = table.index_copy_(0, self._index_R, torch.arange(self._num_slots))
         lengths_R = cache.prompts.lengths_A.index_select(0, cache.prompt_S.index_select(0, self._slots_R))
-        self._lengths_A = torch.zeros_like(counts_A).scatter_reduce(0, prompt_R, lengths_R, "amax")  # idle slots have 0
+        self._lengths_A = torch.zeros_like(counts_A).scatter_reduce(0, prompt_R, lengths_R, "amax")  # idle slots: 0
         longest = int(lengths_R.max())
         self._width = -(-longest // cache.key_multiple) * cache.key_multiple
         self._bias: dict[int, Tensor] = {}
         self._memories: dict[int, tuple[Tensor, Tensor]] = {}
 
     def head_index(self, kv_heads: int) -> Tensor:
-        """int64 [R * Hkv]: these slots' key heads among those of all slots."""
+        """int64 [R * Hkv]: the key heads of these slots, as indices among the heads of all slots."""
         return (self._slots_R[:, None] * kv_heads + torch.arange(kv_heads)).flatten()
 
     def attend(
         self, cache: KeyValueCache, layer: int, rule: AttentionRule, query: Tensor, own: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Weight the prompts' values, given query [R * Hkv, r, D] and scores of completions' keys [R * Hkv, r, X].
+        """The weighted sum of the prompts' values, given query [R * Hkv, r, D] and completion scores [R * Hkv, r, X].
 
-        Returns these weighted values [R * Hkv, r, D], and the weights of completions' keys from the same softmax.
+        Returns this sum [R * Hkv, r, D], and the weights of completions' keys from the same softmax.
         """
         on_prompt = self._scores(cache, layer, rule, query)
         weights = _softmax(torch.cat([on_prompt, own], -1), query)
@@ -250,7 +249,7 @@ class SharedPrompts:
 
 
 def _scores(rule: AttentionRule, query: Tensor, keys: Tensor, bias: Tensor) -> Tensor:
-    """Scores [B, q, W] of B key heads with q query rows each; bias [B, 1, W]."""
+    """Scores [B, q, W] of B key heads with q query rows each; bias is [B, 1, W]."""
     if rule.softcap is None:
         return torch.baddbmm(
             bias if query.dtype == bias.dtype else bias.to(query.dtype), query, keys.transpose(1, 2), alpha=rule.scale
@@ -259,7 +258,7 @@ def _scores(rule: AttentionRule, query: Tensor, keys: Tensor, bias: Tensor) -> T
 
 
 def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
-    """Sum values [B, W, D] by weights [B, q, W]: [B, q, D], the same bits for any number of trailing zero weights."""
+    """Sum values [B, W, D] by weights [B, q, W]: [B, q, D], with the same bits for any number of trailing zeros."""
     if weights.shape[-1] <= SUM_COLUMNS:
         return torch.bmm(weights, values)
     attended = torch.bmm(weights[..., :SUM_COLUMNS], values[:, :SUM_COLUMNS])
@@ -275,5 +274,5 @@ def _softmax(scores: Tensor, like: Tensor) -> Tensor:
 
 
 def _minus_infinity(hidden: Tensor, kv_heads: int) -> Tensor:
-    """A mask bool [B, W] to add to scores, float32 [B * Hkv, 1, W]: minus infinity where hidden, else 0."""
+    """A mask to add to scores, float32 [B * Hkv, 1, W], from bool [B, W]: minus infinity if hidden, else 0."""
     return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf).repeat_interleave(kv_heads, 0)[:, None]

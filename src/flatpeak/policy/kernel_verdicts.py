@@ -1,10 +1,10 @@
-"""Passed tests, kept in the user's cache, so that the next start of a run does not repeat them.
+"""Passed self-tests in the user's cache, so that the next run does not repeat them.
 
-Whether a test passes depends on the kernels and the model's shape, not on its weights: kernels and torch compute the
-same sums in another order and differ by rounding, or by a bug, which a shape shows with any weights. A failure may be
-due to the weights alone (the gradients of a diverged run are mostly rounding), so failed tests are repeated at every
-start. Every request checks for hooks and modules that the kernels do not support, and weights that are not finite are
-tested again, because a test rejects them.
+Whether a test passes depends on the kernels and the shape of the model. Kernels and torch compute the same sums in
+different orders: they differ by rounding, or by a bug, which shows with any weights. A failure may be due to the
+weights alone (the gradients of a diverged run are mostly rounding), so failed tests are repeated at every start. Every
+request checks for hooks and unsupported modules. A model with weights that are not finite is tested again, because the
+test rejects it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from flatpeak.policy.linears import plain_class
 
 PACKAGE = Path(__file__).parents[1]
 FOLDERS = ("kernels", "policy", "functional", "rollout")
-"""The folders of the package whose source determines a verdict."""
+"""The folders of the package whose source affects a verdict."""
 PASSED = "passed"
 
 
 def remembered(test: str, policy: PolicyParts, decide: Callable[[], bool]) -> bool:
-    """Whether a policy's model passes a test: from the cache if it has passed before, else by `decide`.
+    """Whether a policy's model passes a test, from the cache if it has passed before, else from `decide`.
 
-    `test` names the test and everything that determines its verdict besides model, machine and program.
+    `test` identifies the test and everything that affects its verdict apart from model, machine and program.
     """
     path = _path(test, policy)
     if path is not None and _is_finite(policy):
@@ -51,7 +51,7 @@ def remembered(test: str, policy: PolicyParts, decide: Callable[[], bool]) -> bo
 
 
 def _path(test: str, policy: PolicyParts) -> Path | None:
-    """The file of a verdict; None on a GPU, where a test must load the kernels, and without a folder of this user's."""
+    """The file of a verdict; None on a GPU, where tests must load the kernels, and without a private folder."""
     if policy.device.type != "cpu":
         return None
     try:
@@ -83,5 +83,5 @@ def _sources() -> str:
 
 
 def _is_finite(policy: PolicyParts) -> bool:
-    """Whether all weights are finite: otherwise their sum is not."""
+    """Whether all weights are finite; their sum is finite only then."""
     return all(bool(weight.detach().sum().isfinite()) for weight in policy.model.parameters())

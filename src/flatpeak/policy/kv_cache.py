@@ -1,8 +1,8 @@
 """The key-value cache of a request: keys and values of each prompt, stored once, and of the completions being decoded.
 
-For keys and for values, every layer has one memory of completions and one of prompts. A completion has a slot, whose
-columns hold its tokens. A prompt has an entry, which locates its tokens in the prompts' memory and to which every slot
-of its group refers (prompt_S). A cell below is one column of every key head.
+For keys and for values, each layer has a memory of completions and a memory of prompts. A completion has a slot, whose
+columns hold its tokens. A prompt has an entry, which locates its tokens in the memory of prompts. Every slot of the
+prompt's group refers to the entry (prompt_S). A cell below is one column of every key head.
 
     completions [S, Hkv, columns, D]           prompts [cells * Hkv, D], seen as buckets of equally wide regions
 
@@ -16,13 +16,12 @@ of its group refers (prompt_S). A cell below is one column of every key head.
     prompt_S  = [0, 0, 1, 0]                   starts_A  = [0, 8, 4]    the first cell of the entry's region
                                                columns_A = [4, 8, 4]    its columns
 
-Slots 0 and 1 belong to one group: they share entry 0, so that prompt P is read once and stored once. Slot 3 is idle,
-and W is a prompt whose completions have not begun. A region is as wide as prompts of similar length need, so one long
-prompt does not widen the regions of others. Lengths hide cells without a token ('.') from attention. Memory is
-allocated once and written in place, so CUDA graphs captured on it stay valid.
+Slots 0 and 1 belong to one group: they share entry 0, so prompt P is read and stored once. Slot 3 is idle, and W is a
+prompt whose completions have not begun. The width of a region fits prompts of similar length, so one long prompt does
+not widen other regions. Attention ignores cells without a token ('.') by the lengths. Memory is allocated once and
+written in place, so captured CUDA graphs stay valid.
 
-Shape letters: S slots, of which a step decodes the first R; K slots or entries named in a call; A entries; D head
-dimension.
+Shape letters: S slots, of which a step decodes the first R; K slots or entries in a call; A entries; D head dimension.
 """
 
 from __future__ import annotations
@@ -40,31 +39,31 @@ from flatpeak.policy.training_attention import AttentionRule, PackedContext
 Buckets = Mapping[int, int]
 """Columns of a region -> the number of regions of that size."""
 Region = tuple[int, int]
-"""The columns of a region, and its index among those of that size."""
+"""The columns of a region, and its index among regions of that size."""
 SMALLEST_GPU_REGION = 256
 """Columns of the smallest region on a GPU."""
 KEY_MULTIPLE = 16
-"""On a CPU keys are padded to a multiple of this, so that a slot's attention sums in the same order for any lengths of
-its neighbours."""
+"""On a CPU keys are padded to a multiple of this, so that the order of a slot's sums does not depend on the lengths of
+other slots."""
 SMALLEST_PRODUCT = 400
-"""torch multiplies matrices with fewer products than this by different code, which rounds differently."""
+"""torch computes matrix products with fewer multiplications by different code, which rounds differently."""
 GPU_KEY_MULTIPLE = 64
-"""On a GPU keys are padded to a multiple of this, which the kernel needs."""
+"""On a GPU the kernel needs keys padded to a multiple of this."""
 
 
 class DecodeAttention(Protocol):
     """Attention of one new token per slot over a cache, on one kind of device (decoding_attention.py)."""
 
     def rearranged(self, cache: KeyValueCache) -> None:
-        """Handle slots or prompts that have been filled, moved or emptied."""
+        """Handle slots or prompts that were filled, moved or emptied."""
         ...
 
     def begin(self, cache: KeyValueCache, batch_size: int, width: int) -> None:
-        """Prepare a step over the first `batch_size` slots, each of which sees at most `width` completion columns."""
+        """Prepare a step over the first `batch_size` slots, which see at most `width` completion columns."""
         ...
 
     def columns(self, cache: KeyValueCache, kv_heads: int) -> Tensor:
-        """The result of KeyValueCache.next_columns for the slots of this step."""
+        """KeyValueCache.next_columns for the slots of this step."""
         ...
 
     def attend(self, cache: KeyValueCache, layer: int, query: Tensor, rule: AttentionRule) -> Tensor:
@@ -73,7 +72,7 @@ class DecodeAttention(Protocol):
 
 
 class KeyValueCache:
-    """Keys and values of one request; implements protocols.DecodeState and, for a step, AttentionContext."""
+    """Keys and values of a request; implements protocols.DecodeState and, during a step, AttentionContext."""
 
     def __init__(
         self,
@@ -90,25 +89,25 @@ class KeyValueCache:
         self.key_multiple = key_multiple
         self.columns = round_up(new_tokens, key_multiple)
         self.lengths_S = torch.zeros(slots, dtype=torch.int64, device=device)
-        """Own columns filled."""
+        """The number of filled columns of each slot."""
         self.positions_S = torch.zeros_like(self.lengths_S)
         """The position of the next token."""
         self.limits_S = torch.zeros_like(self.lengths_S)
-        """The position of a completion's last token, which is the largest learned position needed."""
+        """The position of a completion's last token, the largest learned position that it needs."""
         self.prompt_S = torch.zeros_like(self.lengths_S)
         """The entry of each slot's prompt."""
         self.prompts = PromptCache(entries, buckets, device)
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         """Per layer keys and values [S, Hkv, columns, D]."""
         self.calls: list[int] = []
-        """The layers that asked for attention in this step."""
+        """The layers that have asked for attention in this step."""
         self._on_gpu = device.type != "cpu"
         self._attention = attention
         self.restart(new_tokens=new_tokens)
 
     @property
     def step_state(self) -> list[Tensor]:
-        """Tensors that locate the next token, and that every step changes."""
+        """Tensors that locate the next token; every step changes them."""
         return [self.lengths_S, self.positions_S]
 
     @property
@@ -122,22 +121,22 @@ class KeyValueCache:
         return [*self.step_state, self.limits_S, self.prompt_S]
 
     def serves(self, *, slots: int, entries: int, buckets: Buckets, new_tokens: int) -> bool:
-        """Whether this memory can serve such a request."""
+        """Whether this memory fits such a request."""
         return slots <= self.num_slots and new_tokens <= self.columns and self.prompts.serves(entries, buckets)
 
     def restart(self, *, new_tokens: int) -> None:
-        """Serve another request in the same memory, with at most so many tokens of a completion."""
+        """Start another request in the same memory, with at most this many tokens per completion."""
         for tensor in self._of_slots:
             tensor.zero_()
         self.prompts.restart()
         self.new_tokens = new_tokens
         self._starts = [0] * self.num_slots  # a slot's length is its start plus the tokens decoded since then
         self._decoded = 0
-        self._cleared = self.columns if self._on_gpu else 0  # a captured step must not clear anything
+        self._cleared = self.columns if self._on_gpu else 0  # a captured step must not clear memory
         self._attention.rearranged(self)
 
     def store(self, entries: Sequence[int], prefill: PackedContext) -> None:
-        """Keep the prompts of this prefill as these entries."""
+        """Keep the prompts of a prefill as these entries."""
         assert prefill.kept is not None
         self.prompts.store(entries, prefill.row, prefill.kept)
         for layer, states in prefill.kept.items():
@@ -145,7 +144,7 @@ class KeyValueCache:
                 self._allocate(layer, states)
 
     def admit(self, slots: Sequence[int], entries: Sequence[int]) -> None:
-        """Begin completions in these slots, with the prompts in these entries."""
+        """Start completions in these slots, with the prompts in these entries."""
         slots_K, entries_K = self._index(slots), self._index(entries)
         prompt_lengths_K = self.prompts.lengths_A.index_select(0, entries_K)
         self.prompt_S.index_copy_(0, slots_K, entries_K)
@@ -162,7 +161,7 @@ class KeyValueCache:
         entries: tuple[Sequence[int], Sequence[int]],
         idle: Sequence[int],
     ) -> None:
-        """Move completions and prompts from sources to targets; the idle slots are not decoded any more."""
+        """Move completions and prompts from sources to targets; idle slots are no longer decoded."""
         if slots[0]:
             self._move_slots(*slots)
         if entries[0]:
@@ -177,7 +176,7 @@ class KeyValueCache:
     def begin_token(self, batch_size: int) -> None:
         """Prepare a step over the first `batch_size` slots."""
         self.calls = []
-        # Lengths are counted on the host as well: reading them from a tensor would wait for the device.
+        # The host counts lengths too: reading them from a tensor would wait for the device.
         longest = max(self._starts[:batch_size]) + self._decoded + 1
         width = min(round_up(longest, self.key_multiple), self.columns)
         if width > self._cleared:
@@ -187,7 +186,7 @@ class KeyValueCache:
     def end_token(self, batch_size: int) -> None:
         """Count the token that every layer has stored.
 
-        A slot whose completion has ended is still decoded until it is reused; it stays at its last column.
+        The slot of an ended completion is decoded until it is reused, and stays at its last column.
         """
         self.lengths_S[:batch_size].add_(1).clamp_(max=self.columns - 1)
         positions_R = self.positions_S[:batch_size].add_(1)
@@ -195,7 +194,7 @@ class KeyValueCache:
         self._decoded += 1
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        """Store the new tokens' keys and values, and attend over all; see AttentionContext, here with L = 1."""
+        """Store the keys and values of the new tokens and attend over all; see AttentionContext, here with L = 1."""
         self.calls.append(layer)
         columns = self._attention.columns(self, key.shape[1])
         for memory, new in zip(self.layers[layer], (key, value), strict=True):
@@ -203,7 +202,7 @@ class KeyValueCache:
         return self._attention.attend(self, layer, query, rule)
 
     def next_columns(self, batch_size: int, kv_heads: int) -> Tensor:
-        """int64 [R * Hkv]: the target of each head's new token in a layer's memory, seen as vectors of D."""
+        """int64 [R * Hkv]: the target of each new key head in a layer's memory, viewed as vectors of size D."""
         lengths_R = self.lengths_S[:batch_size]
         heads = torch.arange(batch_size * kv_heads, device=lengths_R.device).view(batch_size, kv_heads)
         return (heads * self.columns + lengths_R[:, None]).flatten()
@@ -237,9 +236,9 @@ class KeyValueCache:
         self.layers[layer] = (keys, values)
 
     def _clear(self, batch_size: int, width: int) -> None:
-        """Write zeros to new columns: hidden columns are read too, with weight 0, and so must be finite.
+        """Write zeros to new columns: hidden columns are read too, with weight 0, so they must be finite.
 
-        Clearing the whole memory at once would cost more than a short request; most of it is never used.
+        Clearing the whole memory at once would cost more than a short request, and most of it is never used.
         """
         for memories in self.layers.values():
             for memory in memories:
@@ -275,24 +274,24 @@ class PromptCache:
         return [self.lengths_A, self.starts_A, self.columns_A]
 
     def serves(self, entries: int, buckets: Buckets) -> bool:
-        """Whether this memory can hold the prompts of such a request."""
+        """Whether this memory fits the prompts of such a request."""
         fit = (count <= self.buckets.get(columns, 0) for columns, count in buckets.items())
         return entries <= self.num_entries and all(fit)
 
     def restart(self) -> None:
-        """Drop all prompts and keep the memory."""
+        """Drop all prompts, but keep the memory."""
         for table in self.tables:
             table.zero_()
         self._regions = {}
         self._free = {columns: list(range(count))[::-1] for columns, count in self.buckets.items()}
 
     def region_of(self, entry: int) -> Region:
-        """The region of an entry's prompt; for an entry without one, any region."""
+        """The region of an entry's prompt; any region for an entry without a prompt."""
         return self._regions.get(entry, (min(self.buckets), 0))
 
     def store(self, entries: Sequence[int], row: PackedRow, kept: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         """Keep the prompts of a prefill; prompt p becomes entry entries[p]."""
-        lengths_P = torch.cat([segments.lengths for segments in row.prompts])  # as they stand in the row
+        lengths_P = torch.cat([segments.lengths for segments in row.prompts])  # in the order of the row
         entries = [entries[p] for p in row.order_P]
         for entry in entries:
             self._release(entry)
@@ -312,7 +311,7 @@ class PromptCache:
                 memory.index_copy_(0, cells[kv_heads], new.flatten(0, 1))
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Rename entries: the prompts of the sources become those of the targets. Copies no keys or values."""
+        """Rename entries: the source prompts become those of the targets. Copies no keys or values."""
         for target in targets:
             self._release(target)
         for source, target in zip(sources, targets, strict=True):
@@ -338,7 +337,7 @@ class PromptCache:
     def _occupy(self, entry: int, length: int) -> Region:
         columns = next(columns for columns in self.buckets if columns >= length and self._free[columns])
         free = self._free[columns]
-        free.sort(reverse=True)  # the lowest first: attention over adjacent regions needs no copy
+        free.sort(reverse=True)  # use the lowest first: attention over adjacent regions needs no copy
         self._regions[entry] = (columns, free.pop())
         return self._regions[entry]
 
@@ -351,7 +350,7 @@ class PromptCache:
 
 
 def _cells(lengths_P: Tensor, starts_P: Tensor, columns_P: Tensor, kv_heads: int) -> Tensor:
-    """int64 [tokens * Hkv]: the target of each token's key heads in a layer's memory, seen as vectors of D."""
+    """int64 [tokens * Hkv]: the target of each token's key heads in a layer's memory, viewed as vectors of size D."""
     within = offsets(lengths_P)
     first = torch.repeat_interleave(starts_P * kv_heads, lengths_P) + within
     stride = torch.repeat_interleave(columns_P, lengths_P)
@@ -360,7 +359,7 @@ def _cells(lengths_P: Tensor, starts_P: Tensor, columns_P: Tensor, kv_heads: int
 
 
 def fitting_buckets(lengths: Sequence[int], entries: int, *, multiple: int) -> dict[int, int]:
-    """Regions for prompts of these lengths, at most `entries` at a time, each as wide as similar lengths need."""
+    """Regions for prompts of these lengths, at most `entries` at a time, as wide as similar lengths need."""
     buckets: dict[int, int] = {}
     for group in by_length(lengths):
         columns = round_up(max(lengths[p] for p in group), multiple)
@@ -369,7 +368,8 @@ def fitting_buckets(lengths: Sequence[int], entries: int, *, multiple: int) -> d
 
 
 def graded_buckets(lengths: Sequence[int], entries: int) -> dict[int, int]:
-    """The same in the sizes 256, 384, 512, 768, ... and counts 1, 2, 4, ..., so that the next request fits as well."""
+    """The same in the sizes 256, 384, 512, 768, ... and counts 1, 2, 4, ..., so that the next request is likely to
+    fit."""
     counts: dict[int, int] = {}
     for length in lengths:
         columns = SMALLEST_GPU_REGION
@@ -385,7 +385,7 @@ def round_up(length: int, multiple: int) -> int:
 
 
 def key_multiple(config: Any) -> int:
-    """A multiple for the number of keys, large enough that all products of a head take the same path in torch."""
+    """A multiple for the number of keys, large enough that torch uses the same code for all products of a head."""
     heads: int = config.num_attention_heads
     dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
     per_key: int = dim * heads // (getattr(config, "num_key_value_heads", None) or heads)

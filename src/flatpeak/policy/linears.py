@@ -1,7 +1,7 @@
-"""The linear layers of a model, multiplied by the faster library, and the output layer with its logits.
+"""Linear layers, computed by the faster library, and the output layer with its logits.
 
-If oneDNN is faster (kernels.matmul), only the classes of linear layers are replaced: weights, names, hooks and saved
-files stay the same. Layers with adapters are treated in the same way (policy.adapted_layers).
+If oneDNN is faster (kernels.matmul), only the classes of linear layers change: weights, names, hooks and saved files
+stay the same. Layers with adapters are handled in the same way (policy.adapted_layers).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from flatpeak.kernels.low_rank import Adapter, add_product
 from flatpeak.kernels.matmul import linear, multiply, onednn_is_faster, pack, served
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of layers of one module that transformers calls in sequence with the same tensor."""
+"""Names of layers in one module that transformers calls in sequence with the same tensor."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Packed:
-    """A copy of the weights of layers that read the same input, side by side in the layout of oneDNN's kernels.
+    """A copy of the weights of layers that read the same input, concatenated in oneDNN's layout.
 
-    For layers with adapters the A matrices follow, so that one product gives x W^T and x A^T of all layers.
+    With adapters, the A matrices follow, so that one product gives x W^T and x A^T of all layers.
     """
 
     def __init__(self, layers: Sequence[FastLayer]) -> None:
@@ -49,7 +49,7 @@ class Packed:
     def output(self, index: int, input: Tensor) -> Tensor:
         """The output of layer `index`, from one product for all layers if they are called with the same tensor.
 
-        Each layer's share of the product is used once: a tensor may change between two calls of a layer.
+        Each layer's share of the product is used once, because a tensor may change between two calls of a layer.
         """
         if len(self._slices) == 1:
             return self._share(multiply(input, self._weight, self._bias), index)
@@ -63,7 +63,7 @@ class Packed:
         return output
 
     def _share(self, product: Tensor, index: int) -> Tensor:
-        """A layer's part of the product, with its adapter's product added in place."""
+        """A layer's share of the product, with its adapter's product added in place."""
         low, adapter = self._low[index], self._adapters[index]
         if low is None or adapter is None:
             return product.narrow(-1, *self._slices[index]) if len(self._slices) > 1 else product
@@ -81,19 +81,19 @@ def _joined_bias(layers: Sequence[FastLayer], *, padding: int) -> Tensor | None:
 
 
 def _slices(matrices: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """(first, count) of each matrix's rows if all are stacked one below the other."""
+    """(first, count) of each matrix's rows if all are concatenated."""
     ends = accumulate(len(matrix) for matrix in matrices)
     return [(end - len(matrix), len(matrix)) for end, matrix in zip(ends, matrices, strict=True)]
 
 
 class Exchanged(nn.Module):
-    """A module whose class was replaced; everything else is unchanged."""
+    """A module with a replaced class; everything else is unchanged."""
 
     plain: type[nn.Module]
-    """Its original class."""
+    """The original class."""
 
     def __reduce_ex__(self, _: SupportsIndex) -> tuple[Any, ...]:
-        """Pickle and copy it with its original class: some of these classes are created while a program runs."""
+        """Pickle and copy it with its original class, because some of these classes are created at run time."""
         reduced: Any = super().__reduce_ex__(2)
         return _without_init, (self.plain,), *reduced[2:]
 
@@ -108,7 +108,7 @@ def _without_init(kind: type[nn.Module]) -> nn.Module:
 
 
 class FastLayer(Exchanged):
-    """A linear layer that reads a packed copy of its weight as long as one exists."""
+    """A linear layer that reads a packed copy of its weight while one exists."""
 
     packed: tuple[Packed, int] | None = None
     weight: Any
@@ -120,7 +120,7 @@ class FastLayer(Exchanged):
         return weight
 
     def adapter(self) -> Adapter | None:
-        """The adapter that is part of the product."""
+        """The adapter included in the product."""
         return None
 
 
@@ -137,7 +137,7 @@ class FastLinear(FastLayer, nn.Linear):
 
 
 class FastConv1D(FastLayer, Conv1D):
-    """GPT-2's linear layer, whose weight is transposed, computed by kernels.matmul."""
+    """GPT-2's linear layer, which has a transposed weight, computed by kernels.matmul."""
 
     plain = Conv1D
 
@@ -154,12 +154,12 @@ class FastConv1D(FastLayer, Conv1D):
 
 
 def reads_packed(input: Tensor) -> bool:
-    """Whether a layer with a packed copy of its weight uses the copy for this input."""
+    """Whether a layer with a packed copy of its weight uses it for this input."""
     return not torch.is_grad_enabled() and input.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether calling a module does more than its forward pass."""
+    """Whether a call of the module does more than its forward pass."""
     return "forward" in module.__dict__ or any(module.__dict__[name] for name in _HOOKS)
 
 
@@ -167,7 +167,7 @@ _FAST: dict[type[nn.Module], type[FastLayer]] = {nn.Linear: FastLinear, Conv1D: 
 
 
 def make_fast(model: nn.Module) -> None:
-    """Replace the class of every layer that oneDNN computes; does nothing if oneDNN is not the faster library."""
+    """Replace the class of every layer that oneDNN computes; does nothing if oneDNN is not faster."""
     if not onednn_is_faster():
         return
     for module in model.modules():
@@ -177,7 +177,7 @@ def make_fast(model: nn.Module) -> None:
 
 
 def make_plain(model: nn.Module) -> None:
-    """Restore the class of every module whose class was replaced, linear layers or others."""
+    """Restore the original class of every module."""
     for module in model.modules():
         plain = module.plain if isinstance(module, Exchanged) else None
         if plain is not None:
@@ -186,7 +186,7 @@ def make_plain(model: nn.Module) -> None:
 
 @contextmanager
 def packed_weights(model: nn.Module) -> Iterator[None]:
-    """A context with copies of the weights in the layout that oneDNN's kernels read: one more model in memory.
+    """A context with copies of the weights in oneDNN's layout: one more model in memory.
 
     The weights must not change while the copies exist.
     """
@@ -203,7 +203,7 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
 
 
 def _packable(model: nn.Module) -> list[FastLayer]:
-    """The layers whose products go through oneDNN; for a layer with an adapter the whole, and not its base as well."""
+    """The layers that oneDNN multiplies; a layer with an adapter without its base."""
     fast = [module for module in model.modules() if isinstance(module, FastLayer) and served(module.weight)]
     plain = (FastLinear, FastConv1D)
     adapted = [layer for layer in fast if not isinstance(layer, plain) and _served_with(layer.adapter())]
@@ -216,7 +216,7 @@ def _served_with(adapter: Adapter | None) -> bool:
 
 
 def _groups(model: nn.Module, layers: Sequence[FastLayer]) -> Iterator[Sequence[FastLayer]]:
-    """The layers that are multiplied together, then all others, each by itself."""
+    """Groups of layers that are multiplied together, then each other layer by itself."""
     grouped: set[nn.Module] = set()
     for module in model.modules():
         for names in TOGETHER:
@@ -237,7 +237,7 @@ class Head:
     logit_scale: float
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """The logits of these hidden states, float32 [R, V]."""
+        """The logits of hidden states, float32 [R, V]."""
         logits = self.linear(hidden_RD).float()
         if self.logit_scale != 1:
             logits = logits * self.logit_scale
@@ -245,15 +245,15 @@ class Head:
 
 
 def read_head(model: PreTrainedModel) -> Head:
-    """Read a model's output layer, with its soft cap and scale. The start-up probe compares logits with the model's."""
+    """Read a model's output layer, soft cap and scale. The start-up probe compares the logits with the model's."""
     linear = model.get_output_embeddings()
-    trained_whole = getattr(linear, "modules_to_save", None)  # peft keeps the frozen original beside it
+    trained_whole = getattr(linear, "modules_to_save", None)  # peft also keeps the frozen original
     if isinstance(trained_whole, nn.ModuleDict):
         linear = trained_whole[linear.active_adapter]
     if type(linear) is not nn.Linear:
         raise UserError(
             f"the output layer of {type(model).__name__} is {type(linear).__name__}, not a plain linear layer: "
-            "leave lm_head out of adapters and quantization"
+            "exclude lm_head from adapters and quantization"
         )
     config = model.config
     scale = getattr(config, "logit_scale", None)  # cohere multiplies

@@ -1,6 +1,6 @@
-"""Loading of policies: an existing model with its tokenizer, or a new one with random weights.
+"""Loading of policies: existing models with their tokenizers, or new models with random weights.
 
-`load_policy` takes the `model` section of a recipe. The tokenizer of a new model is built from the task's own text.
+`load_policy` takes the `model` section of a recipe. The tokenizer of a new model is built from the task's text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
 
 def load_policy(config: ModelConfig, *, texts: Iterable[str] = (), seed: int = 0) -> Policy:
-    """Load the policy that a recipe names. `texts` build a new tokenizer, and `seed` draws new weights."""
+    """Load the policy of a recipe. A new tokenizer is built from `texts`, and new weights are drawn from `seed`."""
     device = pick_device(config.device, where="model.device")
     dtype: torch.dtype = getattr(torch, config.dtype)
     if config.new is not None:
@@ -56,30 +56,29 @@ def load_policy(config: ModelConfig, *, texts: Iterable[str] = (), seed: int = 0
 
 
 def check_source(config: ModelConfig, *, tokenizer: bool = True) -> None:
-    """Raise a UserError if a recipe names no model or a missing directory, without asking the Hub.
+    """Raise UserError if a recipe gives no model or a missing directory, without contacting the Hub.
 
-    A directory needs config.json or an adapter's settings, and a tokenizer unless `tokenizer` is false.
+    A directory must have config.json or an adapter's settings, and a tokenizer unless `tokenizer` is false.
     """
     if config.new is not None:
         return
     if config.path is None:
-        raise UserError("there is no model: set model.path (a directory or Hub name), or model.new")
+        raise UserError("the recipe gives no model: set model.path (a directory or Hub name), or model.new")
     directory = Path(config.path).expanduser()
     if directory.is_file() and directory.suffix != SUFFIX:
         raise UserError(
-            f"model.path={config.path} is a file: name the directory that holds config.json and the weights, or a GGUF "
-            "file"
+            f"model.path={config.path} is a file: give the directory with config.json and the weights, or a GGUF file"
         )
     if is_surely_local(config.path) and not directory.exists():
-        raise UserError(f"model.path={config.path}: no such directory, and no GGUF file")
+        raise UserError(f"model.path={config.path}: no such directory or GGUF file")
     if directory.is_dir() and find_gguf(config.path) is None:
         _check_files(config.path, directory, tokenizer=tokenizer)
 
 
 def adapter_source(config: ModelConfig) -> ModelConfig:
-    """The configuration that loads what `model.path` names: if that is an adapter, its base with the adapter on it.
+    """The configuration to load `model.path`: if that is an adapter, its base model with the adapter on it.
 
-    UserError if the adapter's base is unknown, or the recipe wants further adapters.
+    UserError if the adapter's base is unknown, or if the recipe asks for further adapters.
     """
     directory = Path(config.path or "").expanduser()
     if config.path is None or not (directory / ADAPTER_CONFIG).is_file():
@@ -98,16 +97,16 @@ def adapter_source(config: ModelConfig) -> ModelConfig:
 
 
 def check_single_adapter(config: ModelConfig) -> None:
-    """Raise a UserError if `model.path` is an adapter and `model.lora` asks for another."""
+    """Raise UserError if `model.path` is an adapter and `model.lora` asks for another."""
     if config.lora is not None and config.lora.asks_for_new:
         raise UserError(
-            f"model.path={config.path} is an adapter already: leave out model.lora to train it on, or name its base as "
-            "model.path to begin with another one"
+            f"model.path={config.path} is already an adapter: remove model.lora to train it further, or give its base "
+            "as model.path to start with another adapter"
         )
 
 
 def resumed_source(config: ModelConfig, checkpoint: Path) -> ModelConfig:
-    """The configuration that loads a run's model from a checkpoint: the whole model, or its adapters on their base."""
+    """The configuration to load a run's model from a checkpoint: the whole model, or its adapters on their base."""
     config = adapter_source(config)
     if config.lora is None:
         return config.model_copy(update={"path": str(checkpoint), "new": None, "revision": None})
@@ -116,24 +115,24 @@ def resumed_source(config: ModelConfig, checkpoint: Path) -> ModelConfig:
 
 
 def _check_files(path: str, directory: Path, *, tokenizer: bool) -> None:
-    """Raise a UserError if a directory has no model, or no tokenizer, for which transformers would make one up."""
+    """Raise UserError if a directory has no model, or no tokenizer, which transformers would then make up."""
     if (directory / ADAPTER_CONFIG).is_file():
-        return  # it names the base model, which has the rest
+        return  # it names the base model, which has the other files
     if not (directory / "config.json").is_file():
         checkpoints = directory / "checkpoints"
         hint = f"; did you mean {checkpoints / 'best'}?" if (checkpoints / "best").is_dir() else ""
         raise UserError(
-            f"model.path={path}: the directory has no config.json, so it holds no model; give one that save_pretrained "
-            f"has written, or a Hub name{hint}"
+            f"model.path={path}: the directory has no config.json, so it has no model; give a directory that "
+            f"save_pretrained has written, or a Hub name{hint}"
         )
     if tokenizer and not has_tokenizer(directory):
         raise UserError(f"model.path={path}: the directory has a model but no tokenizer; copy tokenizer.json into it")
 
 
 def load_pretrained(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
-    """Load an existing model and its tokenizer; all of the model's weights must be in its files.
+    """Load an existing model and its tokenizer; the files must have all of the model's weights.
 
-    An adapter that `config.lora` names is not loaded, but its directory's tokenizer is used if there is one.
+    An adapter in `config.lora` is not loaded, but the tokenizer of its directory is used if it has one.
     """
     assert config.path is not None  # check_source
     source = {"revision": config.revision or "main", "trust_remote_code": config.trust_remote_code}
@@ -146,11 +145,11 @@ def load_pretrained(config: ModelConfig, *, dtype: torch.dtype, device: torch.de
             else:
                 tokenizer = load_tokenizer(path, **source)
             settings = AutoConfig.from_pretrained(path, **source)
-            # Of a reward model transformers would drop the head, and generate text without it.
+            # transformers would drop the head of a reward model, and generate text without it.
             heads = [name for name in settings.architectures or () if name.endswith("ForSequenceClassification")]
             if heads:
                 raise UserError(
-                    f"{heads[0]} is a reward model, which scores answers and writes none; name a language model"
+                    f"{heads[0]} is a reward model, which scores answers but writes none; give a language model"
                 )
             quantized = is_quantized(settings, config)
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -159,7 +158,7 @@ def load_pretrained(config: ModelConfig, *, dtype: torch.dtype, device: torch.de
                 dtype=dtype,
                 **loading_options(config.quantization, dtype=dtype, device=device, done=quantized),
                 output_loading_info=True,
-                # Otherwise the error names none of them; packed weights have different sizes.
+                # Without this the error names no weights; packed weights have different sizes.
                 ignore_mismatched_sizes=not quantized,
             )
         _check_complete(config, model, report)
@@ -169,34 +168,34 @@ def load_pretrained(config: ModelConfig, *, dtype: torch.dtype, device: torch.de
         )
     disable_repacking(model)
     move_to_own_memory(model)
-    model.name_or_path = config.path  # adapters name it as their base
+    model.name_or_path = config.path  # adapters store it as their base
     return model, tokenizer
 
 
 def _check_complete(config: ModelConfig, model: Any, report: Mapping[str, Any]) -> None:
-    """Raise a UserError if weights of a model are missing in its files, or have other shapes there."""
+    """Raise UserError if a model's files lack weights, or have them in other shapes."""
     for name, in_file, by_config in sorted(report["mismatched_keys"]):
         raise UserError(
-            f"model.path={config.path} does not load: {name} is {list(in_file)} in its files and {list(by_config)} by "
-            "its config.json, which belongs to another model; copy both from one place"
+            f"model.path={config.path} does not load: {name} is {list(in_file)} in its files but {list(by_config)} in "
+            "config.json, which belongs to another model; copy both from the same source"
         )
     missing = sorted(report["missing_keys"])
     if missing:
-        # transformers draws them at random and only logs it.
+        # transformers draws missing weights at random and only logs it.
         names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise UserError(
-            f"model.path={config.path} lacks weights of {type(model).__name__}: {names}; name a complete checkpoint of "
+            f"model.path={config.path} lacks weights of {type(model).__name__}: {names}; give a complete checkpoint of "
             "a causal language model"
         )
 
 
 def is_quantized(shape: Any, config: ModelConfig) -> bool:
-    """Whether config.json says that a model is quantized; UserError if a recipe with adapters says otherwise."""
+    """Whether a model is quantized according to config.json; UserError if a recipe with adapters disagrees."""
     quantized = hasattr(shape, "quantization_config")
     if quantized and config.lora is not None and config.quantization is None:
         raise UserError(
-            f"model.path={config.path} holds quantized weights: if they are bitsandbytes' in NF4, set "
-            "model.quantization=nf4; else name the model as it was before"
+            f"model.path={config.path} has quantized weights: if they are bitsandbytes NF4, set "
+            "model.quantization=nf4; otherwise give the model before quantization"
         )
     return quantized
 
@@ -204,15 +203,15 @@ def is_quantized(shape: Any, config: ModelConfig) -> bool:
 def move_to_own_memory(model: torch.nn.Module) -> None:
     """Copy every weight and buffer to memory that torch has allocated, which is aligned.
 
-    Weights read from a file are not aligned, and small products sum in another order there: a run whose weights were
-    created or trained in memory would differ in its last bits from a run that has read them. Tied weights stay tied.
+    Weights from a file are not aligned, so small products sum in another order: a run whose weights were created or
+    trained in memory would differ in its last bits from a run that has loaded them. Tied weights stay tied.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
 
 
 def make_model(config: NewModelConfig, *, texts: Iterable[str], seed: int) -> tuple[Any, Any]:
-    """Make a tokenizer from `texts` and a model with random weights for it. The caller's RNG is not changed."""
+    """Create a tokenizer from `texts`, and a model with random weights for it. The caller's RNG does not change."""
     tokenizer = build_tokenizer(config.tokenizer, texts)
     model_config = new_shape(config, tokenizer)
     try:
@@ -223,7 +222,7 @@ def make_model(config: NewModelConfig, *, texts: Iterable[str], seed: int) -> tu
             token = torch.tensor([[tokenizer.eos_token_id]])
             model(input_ids=token, attention_mask=torch.ones_like(token))
     except (ValueError, TypeError, KeyError, RuntimeError, StrictDataclassError) as error:
-        # Sizes that do not fit each other fail only when the model runs.
+        # Sizes that do not match fail only when the model runs.
         raise UserError(f"model.new cannot be built: {misfit(model_config, config.config) or brief(error)}") from error
     return model, tokenizer
 
@@ -238,7 +237,7 @@ def new_shape(config: NewModelConfig, tokenizer: Any) -> Any:
 
 
 def misfit(config: Any, written: Mapping[str, Any]) -> str | None:
-    """The sizes of a transformers config that do not fit each other; only the usual ones are checked."""
+    """The sizes of a transformers config that do not match; checks only the usual ones."""
     hidden, heads, shared = (
         getattr(config, name, None) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
     )
@@ -250,10 +249,10 @@ def misfit(config: Any, written: Mapping[str, Any]) -> str | None:
 
 
 def cast_weights(model: Any, dtype: torch.dtype) -> None:
-    """Give a new model the weights that `from_pretrained(dtype=...)` would give it after it was saved in float32.
+    """Give a new model the weights that `from_pretrained(dtype=...)` would load after saving it in float32.
 
-    `model.to(dtype)` would round buffers as well: with rotary frequencies in bfloat16, the rotation of position 1000 is
-    off by radians.
+    `model.to(dtype)` would round buffers too: with rotary frequencies in bfloat16, the rotation at position 1000 is off
+    by radians.
     """
     kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     for name, parameter in model.named_parameters():
@@ -263,7 +262,7 @@ def cast_weights(model: Any, dtype: torch.dtype) -> None:
 
 
 def build_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Any:
-    """Build a transformers tokenizer over `texts`: every character a token, or byte-level BPE with single digits."""
+    """Build a transformers tokenizer from `texts`: one token per character, or byte-level BPE with single digits."""
     backend = _characters(texts) if config.type == "characters" else _bpe(texts, config.vocab_size)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -285,7 +284,7 @@ def _characters(texts: Iterable[str]) -> Tokenizer:
 
 def _bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(unk_token=None))
-    # Single digits let a small model see the columns of a number.
+    # With single digits, a small model can see the columns of a number.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -301,15 +300,15 @@ def _bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def restore_weights(model: Any, directory: Path) -> None:
-    """Load a checkpoint's weights into a model of the same shape; only the adapter's if the model has one.
+    """Load a checkpoint's weights into a model of the same shape; only the adapter if the model has one.
 
-    The model's class reads them, so that code from the Hub (trust_remote_code) is not loaded a second time.
+    The model's class reads them, so that code from the Hub (trust_remote_code) is not imported a second time.
     """
     if hasattr(model, "peft_config"):
         restore_adapter(model, directory)
     else:
-        # The most precise type in the model: transformers would read a file of several types in the one its config
-        # names.
+        # The most precise type in the model, because transformers reads a file of several types in the type that its
+        # config names.
         dtype = reduce(torch.promote_types, {p.dtype for p in model.parameters() if p.is_floating_point()})
         saved = type(model).from_pretrained(directory, dtype=dtype)
         model.load_state_dict(saved.state_dict())

@@ -1,4 +1,4 @@
-"""The policy: a causal language model that scores packed completions and decodes new ones, from the same weights."""
+"""The policy: a causal language model that scores packed completions and decodes new ones with the same weights."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ from flatpeak.utils.huggingface import no_progress_bar, save_tokenizer
 
 
 class Policy:
-    """A transformers model behind one interface; implements protocols.Decoder where `native` is true.
+    """A transformers model behind one interface; implements protocols.Decoder if `native` is true.
 
-    If the architecture is not proven with flatpeak's attention, `native` is false, `notice` says why, scoring pads, and
-    rollouts need transformers' own `generate`.
+    If the architecture is not tested with flatpeak's attention, `native` is false and `notice` gives the reason; then
+    scoring pads completions, and rollouts need transformers' `generate`.
     """
 
     def __init__(
@@ -64,24 +64,24 @@ class Policy:
         adapter_dropout: bool = False,
         kernels: KernelChoice | None = None,
     ) -> None:
-        """`dropout`, `adapter_dropout`: keep it active in training. `kernels`: the choice of a policy to be copied."""
+        """`dropout`, `adapter_dropout`: keep it active in training. `kernels`: the choice of the policy to copy."""
         self.model = model
         self.tokenizer = tokenizer
         self.causal = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.eos_token_ids = eos_token_ids(self.causal, tokenizer)
         self.context_length: int | None = getattr(self.causal.config, "max_position_embeddings", None)
         self.batch_invariant = True
-        """Whether decoding on a CPU pads slots and keys, so that a completion's bits do not depend on the others."""
+        """Whether decoding on a CPU pads slots and keys, so that a completion's bits do not depend on the batch."""
         self.kernels = kernels or KernelChoice()
         """Whether decoding and training passes on a CPU use native kernels."""
         self._uses_kernels = False
         self._packed: PackedModel | None = None
         self.enter: Callable[[Callable[[], Any]], Any] = call
-        """Runs a pass of the model: a sharded model gathers the weights of its root for it."""
+        """Runs a pass of the model: a sharded model gathers its root's weights for the pass."""
         self.gathered: Callable[[], AbstractContextManager[Policy]] | None = None
-        """For a sharded model, makes a context with a whole copy."""
+        """Returns a context with a whole copy of a sharded model."""
         self.compute_dtype: torch.dtype | None = None
-        """The type to which passes round the trainable weights of a sharded model that has float32 masters."""
+        """The type to which passes round a sharded model's trainable weights if it has float32 masters."""
         self._masters: dict[nn.Parameter, Tensor] = {}
         self._kept_cache: KeyValueCache | None = None
         self._offloaded: OffloadedWeights | None = None
@@ -121,10 +121,10 @@ class Policy:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def masters(self) -> dict[nn.Parameter, Tensor]:
-        """The precise value of each trainable weight: a float32 copy of a bfloat16 weight, else the weight itself.
+        """The precise value of each trainable weight: a float32 copy of a bfloat16 weight, else the weight.
 
-        Copies are made once. From then on they belong to the optimizer that trains the policy, which keeps the weights
-        equal to the rounded copies.
+        The copies are made once. Afterwards they belong to the optimizer of the policy, which keeps the weights equal
+        to the rounded copies.
         """
         for parameter in self.parameters():
             if parameter not in self._masters:
@@ -132,7 +132,7 @@ class Policy:
         return {parameter: self._masters[parameter] for parameter in self.parameters()}
 
     def forget_weights(self) -> None:
-        """Drop all references to weights that other tensors replace; otherwise their memory would stay in use."""
+        """Drop all references to weights that other tensors replace, so that their memory is freed."""
         self._masters.clear()
         self.kernels.release()
         self._before.forget_weights()
@@ -143,7 +143,7 @@ class Policy:
         """Log-probability of, and entropy at, each response token: two float32 [T], of softmax(logits / temperature).
 
         Dropout, if the policy has any, is active exactly when gradients are. For exact curvature,
-        `twice_differentiable` uses the plain model and explicit attention, at the cost of a [T, V] tensor.
+        `twice_differentiable` uses the plain model with explicit attention, at the cost of a [T, V] tensor.
         """
         if torch.is_grad_enabled():
             self.kernels.release()
@@ -166,14 +166,14 @@ class Policy:
         return self.packed_logprobs(batch, temperature=temperature)
 
     def use_kernels(self, native: bool) -> None:
-        """Use native kernels for packed passes, or torch."""
+        """Use native kernels for packed passes if `native`, else torch."""
         if native != self._uses_kernels:
             self._uses_kernels = native
-            with self.plain_attention():  # its end restores the layers according to the new choice
+            with self.plain_attention():  # on exit, the layers follow the new choice
                 pass
 
     def packed_logprobs(self, batch: PackedCompletions, *, temperature: float) -> tuple[Tensor, Tensor]:
-        """`token_logprobs` by one packed pass of the model in its current state."""
+        """`token_logprobs` by one packed pass of the model in its current mode."""
         row = pack_batch(batch)
         hidden_TD = self.hidden(row, PackedContext(row, native=self._uses_kernels)).index_select(0, row.source_T)
         return token_logprobs(
@@ -192,13 +192,13 @@ class Policy:
         return self.compute_dtype is not None or below_float32(self.model)
 
     def scoring(self) -> AbstractContextManager[None]:
-        """A context in which `token_logprobs` gives the same bits as in training, without gradients."""
+        """A context in which `token_logprobs` has the same bits as in training, without gradients."""
         return scoring(self.model)
 
     def offload(self) -> None:
-        """Keep the weights of a model that only scores in host memory, if its device has separate memory.
+        """Keep the weights of a model that only scores in host memory, if its device has its own memory.
 
-        Inside `on_device` they are on the device, as scoring needs; buffers always stay there.
+        `on_device` moves them to the device for scoring; buffers always stay there.
         """
         host = HostMemory.beside(self.device)
         if host is not None:
@@ -219,7 +219,7 @@ class Policy:
         gathered: Callable[[], AbstractContextManager[Policy]],
         compute_dtype: torch.dtype | None,
     ) -> None:
-        """Run passes by `enter`, decode and save by the copy that `gathered` gives; passes round to `compute_dtype`."""
+        """Use `enter` for passes, the copy of `gathered` to decode and save; passes round to `compute_dtype`."""
         self.enter, self.gathered, self.compute_dtype = enter, gathered, compute_dtype
 
     def _own_weights(self) -> list[nn.Parameter]:
@@ -230,13 +230,13 @@ class Policy:
         """A context for decoding; see protocols.Decoder. UserError if the native engine does not support the model."""
         if not self.native:
             raise UserError(
-                f"this model is not decoded natively ({self.notice}): sample with "
+                f"flatpeak does not decode this model natively ({self.notice}): sample with "
                 "flatpeak.pipeline.rollout_engines.PlainSampler(policy, max_rows=64)"
             )
-        self._evaluate()  # adapters with active dropout are not packed
+        self._evaluate()  # adapters with active dropout cannot be packed
         self._packed = self.kernels.pack(self)
         if self._packed is None:
-            self.use_kernels(False)  # otherwise bits of a rollout depend on whether a training pass came before
+            self.use_kernels(False)  # otherwise a rollout's bits would depend on earlier training passes
         try:
             with nullcontext() if self._packed is not None else packed_weights(self.causal):
                 yield
@@ -245,21 +245,21 @@ class Policy:
 
     @property
     def decoded_with(self) -> str | None:
-        """The decoder of rollouts: torch or a library of kernels; None if `generate` or servers draw them."""
+        """The decoder of rollouts: torch or a library of kernels; None if `generate` or servers sample."""
         return self.kernels.name(self) if self.native and not self.kernels.idle else None
 
     @property
     def computed_with(self) -> str | None:
-        """The decoder and the kernels of training passes, named once if equal; None without the native engine."""
+        """The decoder and the training kernels, once if they are equal; None without the native engine."""
         return self.kernels.names(self) if self.native else None
 
     @property
     def decoding_tensors(self) -> list[Tensor]:
-        """Weights and buffers, whose addresses a captured step keeps."""
+        """Weights and buffers whose addresses a captured step uses."""
         return [*self.model.parameters(), *self.model.buffers()]
 
     def batch_sizes(self, slots: int) -> list[int]:
-        """The numbers of slots that a step may decode; few on a GPU, because each needs a captured graph."""
+        """The numbers of slots that a step may decode; few on a GPU, because each needs its own graph."""
         if self.device.type == "cpu":
             step = ROW_MULTIPLE if self.batch_invariant else 1
             return list(range(step, slots + step, step))
@@ -281,10 +281,10 @@ class Policy:
         buckets = graded_buckets(prompt_lengths, entries)
         cache = self._kept_cache
         if cache is None or not cache.serves(slots=slots, entries=entries, buckets=buckets, new_tokens=new_tokens):
-            # Keep regions that were needed once: otherwise alternating requests would allocate memory every time.
+            # Keep all earlier regions: otherwise alternating requests would allocate memory every time.
             for columns, count in cache.prompts.buckets.items() if cache is not None else ():
                 buckets[columns] = max(count, buckets.get(columns, 0))
-            self._kept_cache = cache = None  # freed before the new one is allocated
+            self._kept_cache = cache = None  # free it before allocating the next
             cache = new_cache(buckets=buckets, key_multiple=GPU_KEY_MULTIPLE, attention=GpuDecodeAttention())
             self._kept_cache = cache
         cache.restart(new_tokens=new_tokens)
@@ -331,7 +331,7 @@ class Policy:
                 self._hold()
 
     def release(self) -> None:
-        """Restore the model's settings; its weights stay as they are now."""
+        """Restore the model's settings; its weights keep their current values."""
         self._before.restore()
         unregister_holder(self.causal, self)
 
@@ -342,11 +342,11 @@ class Policy:
 
     @property
     def vocabulary_size(self) -> int:
-        """The number of tokens for which the output layer computes logits."""
+        """The number of tokens in the output layer's logits."""
         return self.head.linear.weight.shape[0]
 
     def saved_weights(self) -> list[nn.Parameter]:
-        """The weights that `save_weights` writes: all, or the adapters. Inside `whole` if the policy is sharded."""
+        """The weights that `save_weights` writes: all, or the adapters. Call it inside `whole` if sharded."""
         with self.whole() as whole:
             pairs = zip(self.model.parameters(), whole.model.parameters(), strict=True)
             return [weight for own, weight in pairs if own.requires_grad or not self.adapted]
@@ -356,12 +356,12 @@ class Policy:
         return nullcontext(self) if self.gathered is None else self.gathered()
 
     def save(self, directory: Path) -> None:
-        """Write model and tokenizer in Hugging Face format; only the adapters, in peft's format, if there are any."""
+        """Write model and tokenizer in Hugging Face format; if there are adapters, only these in peft's format."""
         self.save_weights(directory)
         save_tokenizer(self.tokenizer, directory)
 
     def save_weights(self, directory: Path, *, head: bool = False) -> None:
-        """Write the same without the tokenizer; `head`: also write a tied output layer separately."""
+        """Write the model without the tokenizer; `head`: also write a tied output layer separately."""
         with no_progress_bar(), self.whole() as whole:
             if self.adapted:
                 save_adapter(whole.model, directory)
@@ -369,7 +369,7 @@ class Policy:
                 save_model(whole.model, directory, head=whole.head.linear if head else None)
 
     def named_weights(self, *, head: bool = False) -> list[tuple[str, Tensor]]:
-        """The tensors that `save_weights` writes, by name, not copied. Inside `whole` if the policy is sharded."""
+        """The tensors that `save_weights` writes, by name, not copied. Call it inside `whole` if sharded."""
         with self.whole() as whole:
             return named_weights(whole.model, head=whole.head.linear if head else None)
 

@@ -1,8 +1,8 @@
-"""A model's layers and settings while a policy holds it: how layers run in training, and what to restore later.
+"""Changes to a model while a policy holds it: how its layers run in training, and the settings to restore.
 
-`training_layers` makes passes with gradients recompute the decoder layers in the backward pass, or run them compiled.
-`ModelSettings` stores a model's attention, modes, dropout and trainable weights, and restores them: a caller's model is
-changed only while a policy holds it, and only one policy can hold it at a time (`register_holder`).
+`training_layers` makes passes with gradients recompute the decoder layers in the backward pass, or compile them.
+`ModelSettings` stores a model's attention, modes, dropout and trainable weights, and restores them. A caller's model is
+changed only while a policy holds it, and only one policy at a time can hold it (`register_holder`).
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from flatpeak.policy.training_attention import ATTENTION_NAME, attention_forward
 from flatpeak.protocols import Tokenizer
 
 Forward = Callable[..., Any]
-"""The `forward` of a layer's class: its first argument is the layer."""
+"""The `forward` of a layer's class, with the layer as its first argument."""
 _OPAQUE_ATTENTION: Forward = torch.compiler.disable(attention_forward)
 """The attention function, for use inside compiled layers."""
 _holders: weakref.WeakKeyDictionary[nn.Module, weakref.ref[object]] = weakref.WeakKeyDictionary()
-"""The policy that holds each model, while both exist."""
+"""The policy that holds each model, as long as both exist."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingForward:
-    """The replacement of one layer's `forward`; passes without gradients run the layer unchanged.
+    """The replacement of a layer's `forward`; passes without gradients run the layer unchanged.
 
-    It does not copy the `forward` of the class, and it refers to its layer, so that a deep copy of the model runs on
-    the copy's weights.
+    It refers to its layer and does not copy the class's `forward`, so a deep copy of the model runs with the copied
+    weights.
     """
 
     layer: nn.Module
@@ -48,7 +48,7 @@ class TrainingForward:
     compiled: Forward | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer; with gradients, as training requires."""
+        """Run the layer; with gradients, as configured for training."""
         plain: Forward = type(self.layer).forward
         if not (self.layer.training and torch.is_grad_enabled()):
             return plain(self.layer, *args, **kwargs)
@@ -63,21 +63,21 @@ class TrainingForward:
 def make_adapted_layers_fast(causal: nn.Module) -> None:
     """Compute each linear layer that has a LoRA adapter as one product."""
     if any(hasattr(module, "lora_A") for module in causal.modules()):
-        from flatpeak.policy.adapted_layers import make_adapters_fast  # imported here because it loads peft
+        from flatpeak.policy.adapted_layers import make_adapters_fast  # imported here because it imports peft
 
         make_adapters_fast(causal)
 
 
 @contextmanager
 def training_layers(model: Any, *, recompute: bool, compiled: bool) -> Iterator[None]:
-    """A context in which passes with gradients recompute the layers in the backward pass, run them compiled, or both.
+    """A context in which passes with gradients recompute the layers in the backward pass, compile them, or both.
 
     UserError if transformers does not mark the model's layers, or torch.compile does not work here.
     """
     layers = decoder_layers(model) if recompute or compiled else []
     if compiled:
         check_compiler(model.device)
-    # One compiled function per class of layers, so that all its layers share the graphs.
+    # One compiled function per layer class, so that all layers of the class share its graphs.
     by_class = {
         kind: torch.compile(kind.forward, dynamic=True) for kind in {type(layer) for layer in layers} if compiled
     }
@@ -94,10 +94,10 @@ def training_layers(model: Any, *, recompute: bool, compiled: bool) -> Iterator[
 
 @contextmanager
 def scoring(model: nn.Module, *, trained: Collection[str] | None = None) -> Iterator[None]:
-    """A context in which forward passes give the same bits as passes with gradients, at the lowest cost.
+    """A context in which forward passes have the same bits as passes with gradients, at the lowest cost.
 
-    Gradients are off, except in compiled layers: their graphs depend on which weights have gradients, and each graph
-    rounds differently. `trained` names those weights for a copy of the trained model, in which no weight has gradients.
+    Gradients are off, except in compiled layers, because graphs depend on which weights have gradients, and each graph
+    rounds differently. `trained` names those weights for a copy of the trained model, whose weights have no gradients.
     """
     forwards = [training_forward(layer) for layer in model.modules()]
     if not any(forward is not None and forward.compiled is not None for forward in forwards):
@@ -111,7 +111,7 @@ def scoring(model: nn.Module, *, trained: Collection[str] | None = None) -> Iter
 
 @contextmanager
 def gradients_of(weights: Iterable[nn.Parameter], *, required: bool) -> Iterator[None]:
-    """A context in which passes compute the gradients of these weights, or none of them."""
+    """A context in which passes compute the gradients of these weights, or do not compute them."""
     changed = [weight for weight in weights if weight.requires_grad != required]
     for weight in changed:
         weight.requires_grad_(required)
@@ -124,7 +124,7 @@ def gradients_of(weights: Iterable[nn.Parameter], *, required: bool) -> Iterator
 
 @contextmanager
 def plain_layers(model: nn.Module) -> Iterator[None]:
-    """A context in which all passes run the layers unchanged: neither option can be differentiated twice."""
+    """A context in which all passes run the layers unchanged, because neither option is twice differentiable."""
     held = [(layer, layer.__dict__.pop("forward")) for layer in model.modules() if training_forward(layer)]
     try:
         yield
@@ -134,7 +134,7 @@ def plain_layers(model: nn.Module) -> Iterator[None]:
 
 
 def training_forward(layer: nn.Module) -> TrainingForward | None:
-    """The forward pass that `training_layers` has given this layer, if it has."""
+    """The forward pass that `training_layers` has given this layer, if any."""
     forward = layer.__dict__.get("forward")
     return forward if isinstance(forward, TrainingForward) else None
 
@@ -145,17 +145,17 @@ def marked_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers of a model, as transformers marks them. UserError if it marks none."""
+    """The repeated layers of a model, as marked by transformers. UserError if it marks none."""
     layers = marked_layers(model)
     if not layers:
         raise UserError(
-            f"{type(model).__name__} has no layers that transformers could recompute: leave "
-            "training.activation_checkpointing and training.compile false"
+            f"transformers cannot recompute the layers of {type(model).__name__}: set "
+            "training.activation_checkpointing and training.compile to false"
         )
     if any("forward" in layer.__dict__ for layer in layers):
         raise UserError(
-            f"the layers of {type(model).__name__} have a forward set from outside (accelerate's hooks do that): load "
-            "the model without device_map, or leave training.activation_checkpointing and training.compile false"
+            f"other code has replaced the forward of {type(model).__name__}'s layers (accelerate's hooks do): load "
+            "the model without device_map, or set training.activation_checkpointing and training.compile to false"
         )
     return layers
 
@@ -163,20 +163,19 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def keep_attention_out() -> None:
     """Exclude flatpeak's attention from compiled graphs, which end before it and continue after it.
 
-    If it were inside, a graph would be compiled for every layer index, and torch gives up after eight. Every new policy
-    registers the function again, so this is repeated before each use; it costs no more than setting a key of a
-    dictionary.
+    Inside a graph, it would be compiled for every layer index, and torch gives up after eight. Every new policy
+    registers the function again, so this is repeated before each use; it costs no more than setting a dictionary key.
     """
     AttentionInterface.register(ATTENTION_NAME, _OPAQUE_ATTENTION)
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raise a UserError if torch.compile does not work, before the first step would fail."""
-    # Inductor looks for these two as well.
+    """Raise UserError before the first step if torch.compile does not work."""
+    # Inductor uses the same two compilers.
     compiler = os.environ.get("CXX") or "g++"
-    remedy = f"install one (apt-get install g++), set CXX, or leave training.compile=false (device {device})"
+    remedy = f"install one (apt-get install g++), set CXX, or set training.compile=false (device {device})"
     if shutil.which(compiler) is None:
-        raise UserError(f"training.compile=true needs a C++ compiler, and there is no {compiler}: {remedy}")
+        raise UserError(f"training.compile=true needs a C++ compiler, but {compiler} does not exist: {remedy}")
     try:
         torch.compile(lambda values: values.sin() + 1)(torch.ones(8, device=device))
     except Exception as error:  # a broken toolchain may raise anything
@@ -189,7 +188,7 @@ def silence_dropout(
 ) -> list[tuple[nn.Module, str, float]]:
     """Set every dropout probability to 0: dropout modules (LoRA's too) and attention's plain attributes.
 
-    Modules in `keep` are left out. Returns (module, attribute, probability) for each probability that was not 0.
+    Modules in `keep` are unchanged. Returns (module, attribute, probability) for each probability that was not 0.
     """
     settings = [
         (module, name, float(setting))
@@ -205,7 +204,7 @@ def silence_dropout(
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """A context without dropout, also in passes with gradients."""
+    """A context without dropout, even in passes with gradients."""
     settings = silence_dropout(model)
     try:
         yield
@@ -223,10 +222,10 @@ def _is_probability(module: nn.Module, name: str, setting: object) -> bool:
 def register_holder(causal: nn.Module, policy: object) -> None:
     """Record that `policy` holds the model. UserError if another policy does: they would undo each other's changes."""
     if _is_held(causal):
-        gc.collect()  # a policy without references may still exist as part of a cycle
+        gc.collect()  # an unreferenced policy may still exist in a reference cycle
     if _is_held(causal):
         raise UserError(
-            f"this {type(causal).__name__} is held by another flatpeak Policy: call its release() first; to sample "
+            f"another flatpeak Policy holds this {type(causal).__name__}: call its release() first; to sample "
             "from the model being trained, give train a factory, sampler=lambda policy: MySampler(NativeEngine(policy))"
         )
     _holders[causal] = weakref.ref(policy)
@@ -245,7 +244,7 @@ def _is_held(causal: nn.Module) -> bool:
 
 
 class ModelSettings:
-    """A model's settings before a policy changed them: attention, modes, dropout, trainable weights, gradients."""
+    """A model's settings before the policy changed them: attention, modes, dropout, trainable weights, gradients."""
 
     def __init__(self, model: nn.Module, causal: Any) -> None:
         self.causal = causal
@@ -256,7 +255,7 @@ class ModelSettings:
         self.gradients = {
             parameter: weakref.ref(parameter.grad) for parameter in model.parameters() if parameter.grad is not None
         }
-        """The caller's gradients, as weak references, so that a training step can free their memory."""
+        """Weak references to the caller's gradients, so that a training step can free their memory."""
         self.dropout: list[tuple[nn.Module, str, float]] = []
 
     def silence_dropout(self, model: nn.Module, *, keep: Collection[nn.Module]) -> None:
@@ -264,18 +263,18 @@ class ModelSettings:
         self.dropout = silence_dropout(model, keep=keep)
 
     def give_back_layers(self) -> None:
-        """Restore the model's attention and classes of layers, temporarily or for good."""
+        """Restore the model's attention and layer classes, temporarily or for good."""
         if self.causal.config._attn_implementation == ATTENTION_NAME:
             self.causal.set_attn_implementation(self.attention)
         make_plain(self.causal)
 
     def forget_weights(self) -> None:
-        """Drop the weights, which others replace: `restore` then leaves weights unchanged."""
+        """Drop the weights because others replace them; `restore` then leaves weights unchanged."""
         for of_weights in (self.trainable, self.grad_dtypes, self.gradients):
             of_weights.clear()
 
     def restore(self) -> None:
-        """Restore everything. Gradients from training are dropped; gradients from before it stay."""
+        """Restore everything. Gradients from training are dropped; earlier gradients stay."""
         self.give_back_layers()
         for module, name, probability in self.dropout:
             setattr(module, name, probability)
@@ -291,7 +290,7 @@ class ModelSettings:
 
 
 def _own_attention(causal: Any) -> str:
-    """The model's attention; if a policy holds it or did not restore it, the one that transformers would choose."""
+    """The model's attention; if a policy replaced it without restoring it, transformers' default."""
     implementation: str = causal.config._attn_implementation or "eager"
     if implementation != ATTENTION_NAME:
         return implementation
@@ -299,11 +298,11 @@ def _own_attention(causal: Any) -> str:
 
 
 def eos_token_ids(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
-    """All end-of-sequence tokens that the tokenizer, the model or its generation config name."""
+    """All end-of-sequence tokens of the tokenizer, the model and its generation config."""
     eos: set[int] = set()
     for source in (tokenizer, model.config, getattr(model, "generation_config", None)):
         ids = getattr(source, "eos_token_id", None)
         eos.update([ids] if isinstance(ids, int) else ids or [])
     if not eos:
-        raise UserError("neither tokenizer nor model names an end-of-sequence token: set tokenizer.eos_token")
+        raise UserError("neither tokenizer nor model has an end-of-sequence token: set tokenizer.eos_token")
     return frozenset(eos)

@@ -1,6 +1,7 @@
-"""Decoding by the native kernels (kernels.native) if they support the model and pass a self-test, and that choice.
+"""The choice between decoding by native kernels (kernels.native) and torch: support for the model, and a self-test.
 
-Before a policy's first request, log-probabilities of torch and the kernels are compared on the policy's weights.
+Before a policy's first request, the self-test compares log-probabilities of kernels and torch with the policy's
+weights.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ from flatpeak.policy.native_weights import read_weights
 
 Kernels = Literal["auto", "torch", "native"]
 SETTING = "FLATPEAK_KERNELS"
-"""The environment variable that decides if `rollout.kernels` is auto, and for policies without a recipe."""
+"""The environment variable for `rollout.kernels=auto`, and for policies without a recipe."""
 TORCH = "torch"
 """The name of the decoder without kernels."""
 TOLERANCE = 1e-5
-"""Tolerance of the expected difference in a drawn token's log-probability, relative to the largest logit: sampler and
-trainer agree up to this."""
+"""Tolerance of the expected difference in a sampled token's log-probability, relative to the largest logit: sampler and
+trainer agree within this."""
 LARGEST_TOLERANCE = 1e-4
-"""Tolerance for any single token: for improbable tokens of a large vocabulary, torch's rounding exceeds `TOLERANCE`."""
+"""Tolerance for any single token: torch's rounding of improbable tokens in a large vocabulary exceeds `TOLERANCE`."""
 TEST_PROMPTS, TEST_GROUPS, TEST_STEPS = (1, 33, 3, 18), (1, 5, 2, 4), 20
-"""Tokens of each prompt, completions of each prompt, and tokens of each completion in the self-test."""
+"""Tokens per prompt, completions per prompt, and tokens per completion in the self-test."""
 
 
 Result = TypeVar("Result")
 
 
 class _Copy(NamedTuple):
-    """Packed weights, with the weights and the state they were copied from."""
+    """Packed weights, with the weights and the state at the time of the copy."""
 
     packed: PackedModel
     weights: Sequence[Tensor]
@@ -53,28 +54,28 @@ class KernelChoice:
     def __init__(self) -> None:
         setting = os.environ.get(SETTING) or "auto"
         if setting not in get_args(Kernels):
-            raise UserError(f"{SETTING}={setting}: set auto, torch or native, or leave it unset")
+            raise UserError(f"{SETTING}={setting}: set auto, torch or native, or unset it")
         self.setting: Kernels = setting  # type: ignore[assignment]
         self._asked_by = SETTING if setting == "native" else "rollout.kernels"
         self.reason: str | None = None
-        """The reason why kernels did not decode the last request although `setting` allowed them."""
+        """The reason why torch decoded the last request although `setting` allowed kernels."""
         self.training_reason: str | None = None
-        """The reason why training passes do not use kernels although `setting` allows them."""
+        """The reason why training passes use torch although `setting` allows kernels."""
         self.used: str | None = None
         """The decoder of the last request: torch, or the name of a library of kernels."""
         self.idle = False
-        """Whether servers draw the rollouts, so that no decoder is chosen."""
+        """Whether servers sample the rollouts, so that no decoder is chosen."""
         self._agrees: bool | None = None  # unknown before the first comparison
         self._trains: bool | None = None
         self._kept: _Copy | None = None
         self._tested: list[int] | None = None
-        """The versions of the weights when training passes were last compared, with or without a verdict."""
+        """The versions of the weights at the last comparison of training passes, with or without a verdict."""
 
     def choose(self, setting: Kernels, *, unserved: str | None) -> None:
         """Set the choice from a recipe; with auto, the environment variable decides.
 
-        `unserved` is the reason why the native engine does not support the policy, if any: a UserError if the recipe
-        allows kernels only.
+        `unserved` is the reason, if any, why the native engine does not support the policy. UserError if there is one
+        and the recipe allows only kernels.
         """
         if setting != "auto":
             self.setting, self._asked_by = setting, "rollout.kernels"
@@ -84,17 +85,17 @@ class KernelChoice:
     @property
     def notices(self) -> list[str]:
         """The reasons why decoding or training is slower than it could be, if any."""
-        reasons = {"decoding goes": self.reason, "a training pass goes": self.training_reason}
+        reasons = {"decoding runs": self.reason, "a training pass runs": self.training_reason}
         return [f"{what} without native kernels, and is slower: {why}" for what, why in reasons.items() if why]
 
     def name(self, policy: PolicyParts) -> str:
-        """The decoder of requests, chosen now if there is none yet."""
+        """The decoder of requests, chosen now if it has not been chosen."""
         if self.used is None:
             self.pack(policy)
         return self.used or TORCH
 
     def names(self, policy: PolicyParts) -> str:
-        """The decoder, and the kernels of training passes if different; only the latter if servers draw rollouts."""
+        """The decoder, and the training kernels if they differ; only the latter if servers sample the rollouts."""
         trains = library_name() if self.trains(policy) else TORCH
         if self.idle:
             return f"{trains} in training passes"
@@ -102,14 +103,14 @@ class KernelChoice:
         return decodes if decodes == trains else f"{decodes} in rollouts, {trains} in training passes"
 
     def pack(self, policy: PolicyParts) -> PackedModel | None:
-        """The weights for one request, or None if torch decodes it; UserError if only kernels are allowed."""
+        """The packed weights for a request, or None if torch decodes it; UserError if only kernels are allowed."""
         packed, self.reason = self._unless_torch(policy, lambda: self._pack(policy))
         self.used = TORCH if packed is None else library_name()
         return packed
 
     def trains(self, policy: PolicyParts) -> bool:
-        """Whether passes with gradients use kernels, and with them the passes that score alike; decided once."""
-        # The shards of a model cannot be compared with anything.
+        """Whether passes with gradients, and the scoring passes that must match them, use kernels; decided once."""
+        # A model in shards cannot be compared.
         if self._leaves_to_torch(policy):
             return False
         if self._trains is None and policy.gathered is None and self._tested != _versions(policy):
@@ -120,7 +121,7 @@ class KernelChoice:
         return self.setting == "torch" or (self.setting == "auto" and policy.device.type != "cpu")
 
     def _unless_torch(self, policy: PolicyParts, prepare: Callable[[], Result]) -> tuple[Result | None, str | None]:
-        """The result of `prepare`, or None with the reason; UserError if kernels are the only choice."""
+        """The result of `prepare`, or None with the reason; UserError if only kernels are allowed."""
         if self._leaves_to_torch(policy):
             return None, None
         try:
@@ -134,7 +135,7 @@ class KernelChoice:
         return UserError(f"{self._asked_by}=native: {reason}; set {self._asked_by}=auto or torch")
 
     def release(self) -> None:
-        """Free the packed weights: a training pass needs the memory, and then changes the weights."""
+        """Free the packed weights: a training pass needs the memory, and changes the weights."""
         self._kept = None
 
     def _pack(self, policy: PolicyParts) -> PackedModel:
@@ -150,10 +151,10 @@ class KernelChoice:
         return self._copy(policy, weights)
 
     def _copy(self, policy: PolicyParts, weights: ModelWeights) -> PackedModel:
-        """The packed weights: those of the last request if nothing has changed them."""
+        """The packed weights: the last copy if nothing has changed them."""
         state = _state(policy)
         if self._kept is None or self._kept.state != state:
-            self.release()  # before the next copy is made
+            self.release()  # before making the next copy
             self._kept = _Copy(PackedModel(weights), list(policy.model.parameters()), state)
         return self._kept.packed
 
@@ -178,7 +179,7 @@ def _is_tolerated(what: str, *gaps: float) -> bool:
 
 
 def _versions(policy: PolicyParts) -> list[int]:
-    """The number of changes of each weight so far, as torch counts them; 0 if it does not count (inference mode)."""
+    """The number of changes of each weight, as torch counts them; 0 if it does not count them (inference mode)."""
     return [0 if weight.is_inference() else weight._version for weight in policy.model.parameters()]
 
 
@@ -187,7 +188,7 @@ def _state(policy: PolicyParts) -> list[Any]:
     adapters = [each.adapter() for each in policy.model.modules() if isinstance(each, FastLayer)]
     scalings = [(id(each.down_RK), id(each.up_NR), each.scaling) for each in adapters if each is not None]
     weights = list(policy.model.parameters())
-    # A few values of each: torch does not count changes by a fused optimizer or through `.data`.
+    # Some values of each weight: torch does not count changes by a fused optimizer or through `.data`.
     samples = [weight.detach().flatten()[:: max(1, weight.numel() // 64)].tolist() for weight in weights]
     return [list(map(id, weights)), _versions(policy), samples, scalings]
 
@@ -196,7 +197,7 @@ def _state(policy: PolicyParts) -> list[Any]:
 def largest_gap(policy: PolicyParts, packed: PackedModel) -> float:
     """The largest difference in log-probabilities from torch, relative to the tolerance; NaN if any is NaN.
 
-    Groups have uneven sizes. Completions consist of given tokens and are not drawn; every slot decodes at every step.
+    Groups have uneven sizes. Completions consist of fixed tokens instead of samples; every slot decodes at every step.
     """
     context = policy.context_length or 1 << 30
     steps = max(1, min(TEST_STEPS, context // 2))
@@ -219,7 +220,7 @@ def largest_gap(policy: PolicyParts, packed: PackedModel) -> float:
 
 
 def _gap(theirs_RV: Tensor, ours_RV: Tensor) -> Tensor:
-    """The larger of the expected and the largest difference in log-probabilities, each relative to its tolerance."""
+    """The larger of the expected and the largest difference in log-probabilities, each divided by its tolerance."""
     logprobs_RV = theirs_RV.log_softmax(-1)
     gaps_RV = (logprobs_RV - ours_RV.log_softmax(-1)).abs()
     expected_R = (logprobs_RV.exp() * gaps_RV).sum(-1)

@@ -1,9 +1,8 @@
 """Training passes by the native kernels (kernels.native.training_pass), if a self-test agrees.
 
-Attention over packed rows decides for each call whether to use them (policy.training_attention). For RMS norms, gated
-MLPs and GPT-2's GELU only the classes are replaced, as for linear layers (policy.linears), which keep computing the
-products. Calls that the kernels do not support are computed as before: other types, autocast, compiled layers, weights
-that are shards.
+Attention over packed rows decides for each call whether to use them (policy.training_attention). RMS norms, gated MLPs
+and GPT-2's GELU only change their classes, as linear layers do (policy.linears), which still compute the products.
+Calls that the kernels do not support use the original code: other types, autocast, compiled layers, sharded weights.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from flatpeak.types import PackedCompletions
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 """The model types whose norms and MLPs are replaced."""
 TEST_PROMPTS, TEST_RESPONSES = (1, 33, 3, 18), ((1, 20, 7), (9, 70), (), (2, 3, 17))
-"""Tokens of each prompt and its responses in the self-test; one response exceeds the kernels' block of queries."""
+"""Tokens of each prompt and its responses in the self-test; one response is longer than the kernels' query block."""
 LOGPROB_TOLERANCE = 1e-5
-"""For the self-test's log-probabilities, relative to the largest: sampler and trainer agree up to this."""
+"""Tolerance of log-probabilities in the self-test, relative to the largest: sampler and trainer agree within this."""
 GRADIENT_TOLERANCE = 1e-4
-"""For the self-test's gradient, relative to the largest entry: rounding is a hundredth of that."""
+"""Tolerance of the gradient in the self-test, relative to the largest entry: a hundred times rounding."""
 OWN_TOLERANCE, LEAST_TOLERANCE = 1e-2, 1e-6
-"""A weight's gradient may differ by the first times its largest entry, plus the second times the largest entry of all,
-because some gradients consist of rounding error; at most by GRADIENT_TOLERANCE."""
+"""Tolerance of each weight's gradient: the first times its largest entry, plus the second times the largest entry of
+all gradients, because some gradients are mostly rounding error; at most GRADIENT_TOLERANCE."""
 
 
 class NativeNorm(Exchanged):
@@ -71,7 +70,7 @@ class NativeGatedMLP(Exchanged):
 
 
 def _computed(*tensors: Tensor) -> bool:
-    """Whether kernels support these: float32 on a CPU, rows of whole vectors, neither autocast nor compiled."""
+    """Whether kernels support these tensors: float32 on a CPU, whole vectors per row, no autocast, not compiled."""
     if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
         return False
     width = library().vector_width()
@@ -81,7 +80,7 @@ def _computed(*tensors: Tensor) -> bool:
 
 
 class NativeGELU(Exchanged, NewGELUActivation):
-    """GPT-2's GELU, which takes transformers eight passes over its input."""
+    """GPT-2's GELU, for which transformers needs eight passes over the input."""
 
     plain = NewGELUActivation
 
@@ -118,7 +117,7 @@ def largest_gaps(policy: PolicyParts) -> tuple[float, float]:
     vocabulary = len(policy.head.linear.weight)
     batch = _test_batch(vocabulary, policy.context_length or vocabulary)
     weights_T = torch.linspace(-1.0, 1.5, len(batch.tokens_T))
-    # A frozen copy shares the policy's verdict: all of its weights are differentiated.
+    # A frozen copy uses the policy's verdict, so all of its weights are differentiated.
     parameters = policy.parameters() or [each for each in policy.model.parameters() if each.is_floating_point()]
     results = []
     with (
@@ -136,9 +135,9 @@ def largest_gaps(policy: PolicyParts) -> tuple[float, float]:
                 grads = torch.autograd.grad(loss, parameters, allow_unused=True)
                 results.append((logprobs_T.detach(), [grad for grad in grads if grad is not None]))
         except Exception as error:
-            if not results:  # torch's own pass failed, as a run would
+            if not results:  # the pass by torch failed, as it would in a run
                 raise
-            raise UnavailableError(f"a training pass by them failed: {type(error).__name__}: {brief(error)}") from error
+            raise UnavailableError(f"their training pass failed: {type(error).__name__}: {brief(error)}") from error
         finally:
             policy.use_kernels(False)
     (torch_T, torch_grads), (native_T, native_grads) = results
@@ -157,7 +156,7 @@ def _largest_gap(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> float:
 
 @contextmanager
 def _without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """A context in which a caller's hooks on gradients are not called."""
+    """A context in which a caller's gradient hooks do not run."""
     held = [(parameter, parameter._backward_hooks) for parameter in parameters]
     for parameter, _ in held:
         parameter._backward_hooks = None
@@ -185,7 +184,7 @@ def _test_batch(vocabulary: int, context: int) -> PackedCompletions:
 
 
 def probe_tokens(vocabulary: int) -> Iterator[int]:
-    """Token ids that look random and are always the same."""
+    """Token ids that look random and are the same every time."""
     number = 1
     while True:
         number = number * 48271 % 0x7FFFFFFF  # Park and Miller 1988

@@ -1,6 +1,6 @@
-"""The weights of Llama-like models and GPT-2 as the native kernels need them, with adapters merged.
+"""The weights of Llama-like models and GPT-2 in the form that native kernels need, with adapters merged.
 
-A model is refused unless it is exactly what the kernels compute; a hook is enough to refuse it.
+A model is refused unless it computes exactly what the kernels compute; even a hook rules it out.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LAYERS = {
     "qwen2": _LLAMA,
     "qwen3": _LLAMA | {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"},
 }
-"""The model types for which the kernels have a forward pass, and the names of a layer's components."""
+"""The model types that the kernels support, and the names of a layer's components."""
 SERVED = tuple(LAYERS)
 _GELU = ("gelu_new", "gelu_pytorch_tanh")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -50,11 +50,11 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 @torch.no_grad()
 def read_weights(policy: PolicyParts) -> ModelWeights:
-    """The weights of a model for the kernels; UnavailableError if they do not support it. Layers are read lazily."""
+    """A model's weights for the kernels; UnavailableError if they do not support it. Layers are read lazily."""
     config, gpt2 = policy.causal.config, policy.causal.config.model_type == "gpt2"
     if (reason := _unserved(policy)) is not None:
         raise UnavailableError(reason)
-    policy.model.eval()  # turns off the dropout of adapters
+    policy.model.eval()  # turns off adapter dropout
     trunk = getattr(policy.causal, policy.causal.base_model_prefix)
     blocks = list(trunk.h if gpt2 else trunk.layers)
     attention = [block.attn if gpt2 else block.self_attn for block in blocks]
@@ -78,24 +78,24 @@ def read_weights(policy: PolicyParts) -> ModelWeights:
 
 
 def _unserved(policy: PolicyParts) -> str | None:
-    """The reason why the kernels do not support a model, if any."""
+    """The reason why the kernels do not support a model; None if they do."""
     config = policy.causal.config
     if policy.below_float32 or (policy.device.type, policy.head.linear.weight.dtype) != ("cpu", torch.float32):
         return "they compute in float32 on a CPU"
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if config.model_type not in SERVED or (window is not None and window < (policy.context_length or window + 1)):
-        return f"they do not serve {config.model_type}{' with a window' if window else ''}"
+        return f"they do not support {config.model_type}{' with a window' if window else ''}"
     if policy.head.softcap is not None or policy.head.logit_scale != 1:
-        return "they know no soft cap and no scale of logits"
+        return "they do not support a soft cap or scale of logits"
     if config.model_type != "gpt2":
         known = config.hidden_act in ("silu", "swish")
     else:
         scaled = config.scale_attn_weights and not config.scale_attn_by_inverse_layer_idx
         known = scaled and not config.add_cross_attention and config.activation_function in _GELU
     if not known:
-        return f"they know only the usual variant of {config.model_type}"
+        return f"they support only the usual variant of {config.model_type}"
     for module in policy.causal.modules():
-        # A training forward only affects passes with gradients.
+        # A TrainingForward affects only passes with gradients.
         replaced = "forward" in module.__dict__ and training_forward(module) is None
         if replaced or any(module.__dict__[name] for name in _HOOKS):
             return f"a {type(module).__name__} has a hook"
@@ -110,7 +110,7 @@ def _rope(rotary: nn.Module, positions: int) -> tuple[Tensor, Tensor]:
 
 
 def _check_own(policy: PolicyParts, *modules: nn.Module) -> None:
-    """UnavailableError if a module is not the one that transformers has for this type of model."""
+    """UnavailableError if a module is not transformers' module for this type of model."""
     kind = policy.causal.config.model_type
     for module in modules:
         if plain_class(module).__module__ != f"transformers.models.{kind}.modeling_{kind}":
@@ -119,7 +119,7 @@ def _check_own(policy: PolicyParts, *modules: nn.Module) -> None:
 
 def _embedding(module: nn.Module) -> Tensor:
     if type(module) is not nn.Embedding:
-        raise UnavailableError(f"they do not know {type(module).__name__} as an embedding")
+        raise UnavailableError(f"they do not support {type(module).__name__} as an embedding")
     return module.weight
 
 
@@ -130,12 +130,12 @@ def _check_layer(block: nn.Module, paths: Mapping[str, str]) -> None:
         for module in modules:
             _adapter(module)
         if len({getattr(module, "base_layer", module).bias is None for module in modules}) > 1:
-            raise UnavailableError("only some of the layers that they join have a bias")
+            raise UnavailableError("only some of the layers to concatenate have a bias")
 
 
 @torch.no_grad()
 def _layer(block: nn.Module, paths: Mapping[str, str]) -> dict[str, Affine]:
-    """The components of a layer; joined or merged ones are copies."""
+    """The components of a layer; concatenated or merged components are copies."""
     modules = {name: [block.get_submodule(path) for path in each.split()] for name, each in paths.items()}
     return {name: _joined(each) if name in LINEAR else _norm(*each) for name, each in modules.items()}
 
@@ -143,12 +143,12 @@ def _layer(block: nn.Module, paths: Mapping[str, str]) -> dict[str, Affine]:
 def _norm(module: Any) -> Affine:
     plain = plain_class(module)
     if plain is not nn.LayerNorm and not plain.__name__.endswith("RMSNorm"):
-        raise UnavailableError(f"they do not know {type(module).__name__} as a norm")
+        raise UnavailableError(f"they do not support {type(module).__name__} as a norm")
     return Affine(module.weight, getattr(module, "bias", None))
 
 
 def _joined(layers: Sequence[Any]) -> Affine:
-    """Linear layers that read the same input, stacked one below the other, each with its adapter merged."""
+    """Linear layers with the same input, concatenated, each with its adapter merged."""
     weights = [_matrix(layer) for layer in layers]
     biases = [bias for layer in layers if (bias := getattr(layer, "base_layer", layer).bias) is not None]
     if len(layers) == 1:
@@ -167,10 +167,10 @@ def _matrix(layer: Any) -> Tensor:
 
 
 def _adapter(layer: Any) -> Adapter | None:
-    """The adapter of a linear layer, if it has one; UnavailableError if the kernels do not support the layer."""
+    """A linear layer's adapter, if any; UnavailableError if the kernels do not support the layer."""
     if plain_class(layer) in (nn.Linear, Conv1D):
         return None
     adapter = layer.adapter() if isinstance(layer, FastLayer) else None
     if adapter is None:
-        raise UnavailableError(f"they do not know {type(layer).__name__} as a linear layer")
+        raise UnavailableError(f"they do not support {type(layer).__name__} as a linear layer")
     return adapter

@@ -2,12 +2,12 @@
 
     prompt 0 | prompt 1 | ... | response 0 | response 1 | ... | filler
 
-All of a model except attention reads the row as it is, without padding. Attention pads prompts and responses side by
-side, in groups of similar length (`by_length`), so that one long prompt among short ones does not lengthen their
-padding; if there are several groups, they follow each other in the row. A model that packing does not support reads the
-same batch padded, with the prompt repeated for each completion (`padded_token_logprobs`, below).
+Everything in a model except attention reads the row as it is, without padding. Attention pads prompts and responses
+in groups of similar length (`by_length`), so that one long prompt does not lengthen the padding of short ones; the
+groups follow each other in the row. A model that does not support packing reads the same batch padded, with the prompt
+repeated for each completion (`padded_token_logprobs`, below).
 
-S counts the row's tokens (filler included), P its prompts, N its responses, T its response tokens.
+S counts the row's tokens (including filler), P its prompts, N its responses, T its response tokens.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from flatpeak.kernels.native.training_pass import Groups
 from flatpeak.types import PackedCompletions
 
 ROW_MULTIPLE = 4
-"""Only if rows come in multiples of four do matrix products give a row the same bits for any values of other rows."""
+"""Matrix products give a row the same bits for any values of the other rows only if rows are a multiple of four."""
 BATCH_MULTIPLE = 64
-"""Training rows are padded to few different lengths, because oneDNN compiles and keeps a kernel for each length."""
+"""Training rows are padded to few different lengths, because oneDNN compiles and keeps a kernel per length."""
 SIMILAR = 64
-"""Lengths that differ by at most this, or by a quarter of the longest, are padded together to the longest."""
+"""Lengths that differ by at most this, or by a quarter of the longest, are padded together."""
 LARGEST_WASTE = 4
 """The most padded positions per token ..."""
 SMALL = 4096
@@ -39,7 +39,7 @@ SMALL = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segments:
-    """Sections of the packed row, and the positions of their tokens when padded side by side for attention."""
+    """Sections of the packed row, and the positions of their tokens in the padded layout for attention."""
 
     lengths: Tensor
     """int64 [count], in the order of the padded layout."""
@@ -55,12 +55,12 @@ class Segments:
 
     @property
     def starts(self) -> Tensor:
-        """int64 [count]: the token at which each segment begins, counting only segments in the row."""
+        """int64 [count]: the index of each segment's first token, counting only these segments' tokens."""
         first = (self.padded_index % self.longest == 0).nonzero()[:, 0]
         return torch.empty_like(self.lengths).index_copy_(0, self.padded_index[first] // self.longest, first)
 
     def pad(self, flat: Tensor) -> Tensor:
-        """Pad side by side: [sum of lengths, H, D] -> [count, H, longest, D], zero where there is no token."""
+        """Pad segments into rows: [sum of lengths, H, D] -> [count, H, longest, D], with zeros as padding."""
         heads, dim = flat.shape[1:]
         padded = flat.new_zeros(self.count * self.longest, heads, dim).index_copy(0, self.padded_index, flat)
         return padded.view(self.count, self.longest, heads, dim).transpose(1, 2)
@@ -73,13 +73,13 @@ class Segments:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Responses:
-    """Responses whose prompts belong to one group, padded side by side, the longest first."""
+    """Responses to prompts of the same group, padded, the longest first."""
 
     segments: Segments
     group: int
-    """The index of their prompts' group in PackedRow.prompts."""
+    """The index of the prompts' group in PackedRow.prompts."""
     prompt_N: Tensor
-    """int64 [N]: the row of each response's prompt in that group's layout, in the order of `segments`."""
+    """int64 [N]: the row of each response's prompt in the group's padded layout, in the order of `segments`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,15 +93,15 @@ class PackedRow:
     order_P: tuple[int, ...]
     """Indices of the prompts, in the order of the row."""
     responses: tuple[Responses, ...]
-    """In the order of the row, after all prompts."""
+    """Responses in the order of the row, after all prompts."""
     source_T: Tensor
-    """int64 [T]: the row position whose hidden state predicts each response token. A prompt's last position repeats."""
+    """int64 [T]: the row position whose hidden state predicts each response token; prompts' last positions repeat."""
 
 
 def segments(lengths: Tensor, *, multiple: int = 1, order: Tensor | None = None) -> Segments:
-    """Lay segments of these lengths out side by side, padded to the longest, rounded up to a multiple.
+    """Lay out segments of these lengths, padded to the longest, rounded up to a multiple.
 
-    `order` (int64, a permutation) gives the segment in each row of the padded layout; None keeps their order.
+    `order` (int64, a permutation) is the segment in each row of the padded layout; None keeps the given order.
     """
     longest = -(-int(lengths.max()) // multiple) * multiple
     rows = torch.arange(len(lengths), device=lengths.device)
@@ -115,14 +115,14 @@ def segments(lengths: Tensor, *, multiple: int = 1, order: Tensor | None = None)
 
 
 def offsets(lengths: Tensor) -> Tensor:
-    """0, 1, ..., length - 1 of every segment, end to end."""
+    """0, 1, ..., length - 1 for each segment, concatenated."""
     ends = lengths.cumsum(0)
     total = int(ends[-1]) if len(ends) else 0  # if all completions are empty, there are no segments
     return torch.arange(total, device=lengths.device) - torch.repeat_interleave(ends - lengths, lengths)
 
 
 def pack_prompts(prompts: Sequence[Sequence[int]], *, device: torch.device, multiple: int) -> PackedRow:
-    """Pack prompts alone, for prefill. `source_T` holds each prompt's last position, in the order given."""
+    """Pack prompts alone, for prefill. `source_T` is the last position of each prompt, in the given order."""
     lengths = [len(prompt) for prompt in prompts]
     groups = by_length(lengths)
     order = tuple(chain.from_iterable(groups))
@@ -141,8 +141,8 @@ def pack_prompts(prompts: Sequence[Sequence[int]], *, device: torch.device, mult
 def pack_batch(batch: PackedCompletions) -> PackedRow:
     """Pack prompts and responses.
 
-    The last token of a response is packed as well. It predicts nothing, but leaving it out would complicate every index
-    to save one position.
+    The last token of each response is packed too. It predicts nothing, but omitting it would complicate every index to
+    save one position.
     """
     device = batch.tokens_T.device
     lengths = [len(prompt) for prompt in batch.prompts]
@@ -157,7 +157,7 @@ def pack_batch(batch: PackedCompletions) -> PackedRow:
     within_R, within_T = offsets(lengths_R), offsets(batch.lengths_N)
     starts_N = (batch.lengths_N.cumsum(0) - batch.lengths_N).index_select(0, order_N)
     token_R = torch.repeat_interleave(starts_N, lengths_R) + within_R
-    # The start of each response in the row; an empty response has none, and no token refers to it.
+    # The start of each response in the row; an empty response has no start, and no token refers to it.
     begins_N = torch.zeros_like(batch.lengths_N).index_copy_(0, order_N, lengths_R.cumsum(0) - lengths_R)
     before_T = len(prompt_tokens) + begins_N.index_select(0, batch.sequence_T) + within_T - 1
     prompt_lengths_N = torch.tensor(lengths, device=device).index_select(0, batch.prompt_N)
@@ -180,7 +180,7 @@ def _prompt_segments(
 
 
 def _bundles(batch: PackedCompletions, groups: Sequence[Sequence[int]]) -> list[tuple[int, list[int]]]:
-    """Pairs (group of prompts, responses to them), one per group of response lengths; omits empty responses."""
+    """Pairs (group of prompts, responses to them), one per group of response lengths; empty responses are omitted."""
     group_of = {p: g for g, group in enumerate(groups) for p in group}
     lengths = batch.lengths_N.tolist()
     members: list[list[int]] = [[] for _ in groups]
@@ -212,7 +212,7 @@ def _responses(
 
 
 def attention_groups(row: PackedRow) -> Groups:
-    """The segments of a packed row as native kernels read them: each prompt, followed by its responses."""
+    """The segments of a packed row for native kernels: each prompt, followed by its responses."""
     packed = [*row.prompts, *(bundle.segments for bundle in row.responses)]
     begins = accumulate((len(each.padded_index) for each in packed), initial=0)
     starts = torch.cat([begin + each.starts for begin, each in zip(begins, packed, strict=False)])
@@ -227,23 +227,23 @@ def attention_groups(row: PackedRow) -> Groups:
 
 
 def _by_index(order: Sequence[int], values: Tensor) -> Tensor:
-    """Undo an order: `values[i]` belongs to index `order[i]`, and the result is in the order of indices."""
+    """Undo an order: `values[i]` belongs to index `order[i]`; the result is in the order of indices."""
     return torch.empty_like(values).index_copy_(0, torch.tensor(order, device=values.device), values)
 
 
 def fill(rows: Tensor, multiple: int = ROW_MULTIPLE) -> Tensor:
     """Repeat the first row up to a multiple of rows.
 
-    Zeros would be padding tokens without a mask, about which some models warn; a real token causes no warning.
+    Zeros could be padding tokens without a mask, about which some models warn; a real token causes no warning.
     """
     missing = -len(rows) % multiple
     return torch.cat([rows, rows[:1].expand(missing, *rows.shape[1:])]) if missing else rows
 
 
 def by_length(lengths: Sequence[int], *, similar: bool = True) -> list[list[int]]:
-    """Indices in groups of similar length, the longest first; within a group they stay in order.
+    """Indices in groups of similar length, the longest first; within a group they keep their order.
 
-    Without `similar`, only LARGEST_WASTE bounds how much padding to its longest may add to a group.
+    Without `similar`, only LARGEST_WASTE limits the padding that a group may need.
     """
     groups: list[list[int]] = []
     longest = tokens = 0
@@ -273,7 +273,7 @@ def padded_token_logprobs(model: Any, batch: PackedCompletions, *, temperature: 
     source_T = first_N.index_select(0, batch.sequence_T) + offsets(batch.lengths_N)
     with _logits_only_at(model, source_T, input_ids.shape):
         logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
-    # All positions have logits if the hook below did not recognize the output layer's input.
+    # Logits have all positions if the hook below did not recognize the input of the output layer.
     logits_TV = logits[0] if logits.shape[:2] != input_ids.shape else logits.flatten(0, 1).index_select(0, source_T)
     logits_TV = (logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()) / temperature
     logprobs_TV = torch.log_softmax(logits_TV, dim=-1)
@@ -283,9 +283,10 @@ def padded_token_logprobs(model: Any, batch: PackedCompletions, *, temperature: 
 
 @contextmanager
 def _logits_only_at(model: Any, source_T: Tensor, shape: torch.Size) -> Iterator[None]:
-    """A context in which the output layer reads only hidden states [N, L, D] at these positions, as a row [1, T, D].
+    """A context in which the output layer reads hidden states [N, L, D] only at these positions, as a row [1, T, D].
 
-    Logits of whole prompts would need more memory than all else. Models transform the logits of each token separately.
+    Logits of whole prompts would need more memory than everything else. Models compute logits separately for each
+    token.
     """
 
     def choose(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:

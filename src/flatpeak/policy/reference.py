@@ -1,4 +1,4 @@
-"""The reference model of the KL terms, a frozen copy of the policy or another model, and its resets."""
+"""The reference model of the KL terms (a frozen copy of the policy, or another model) and its resets."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from flatpeak.policy.model_settings import scoring
 
 
 class Snapshot(Policy):
-    """A frozen copy of a policy, adapters included, that can be updated in place.
+    """A frozen copy of a policy, including adapters, that can be updated in place.
 
-    It shares the weights that training does not change: under adapters the whole base is in memory only once. The copy
-    of a sharded policy is whole, shares nothing, and all ranks make and update it together.
+    It shares the weights that training does not change: with adapters, the whole base is in memory only once. The copy
+    of a sharded policy is whole and shares nothing; all ranks make and update it together.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.trained = frozenset(name for name, weight in policy.model.named_parameters() if weight.requires_grad)
-        """Names of the weights that training changes; all others always equal the policy's."""
+        """Names of the weights that training changes; the others always equal the policy's."""
         self.shares = policy.gathered is None
-        """Whether it shares the other weights; the whole copy of a sharded policy exists only for a while."""
+        """Whether it shares the other weights; a sharded policy has no permanent whole copy to share with."""
         frozen = (weight for weight in policy.model.parameters() if not weight.requires_grad)
         shared = {id(weight): weight for weight in frozen} if self.shares else {}
         with policy.whole() as whole, whole.plain_attention() as model:
@@ -40,28 +40,28 @@ class Snapshot(Policy):
         return scoring(self.model, trained=self.trained)
 
     def _own_weights(self) -> list[nn.Parameter]:
-        """The copied weights; shared weights stay where the policy needs them."""
+        """The copied weights; shared weights stay on the policy's device."""
         return [weight for name, weight in self.model.named_parameters() if not self.shares or name in self.trained]
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors that may differ from the policy's, tied weights once; not copied."""
+        """All tensors that may differ from the policy's, not copied; tied weights once."""
         return self._movable(self.model)
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the values of such tensors into this model's."""
+        """Copy the values of such tensors into this model's tensors."""
         own = self.tensors()
         assert own.keys() == tensors.keys()
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
 
     def follow(self, policy: Policy) -> None:
-        """Copy the current weights of the policy that this is a copy of."""
+        """Copy the current weights of the policy."""
         with policy.whole() as whole:
             self.load(self._movable(whole.model))
 
     def _movable(self, model: Any) -> dict[str, Tensor]:
-        # Buffers that a model does not save, such as rotary tables, are derived and not part of its state.
+        # Unsaved buffers, such as rotary tables, are derived values and not part of the state.
         saved = model.state_dict().keys()
         weights = {name: weight for name, weight in model.named_parameters() if name in self.trained}
         return weights | {name: buffer for name, buffer in model.named_buffers() if name in saved}
@@ -75,8 +75,8 @@ def snapshot(policy: Policy) -> Snapshot:
 def renewed(reference: Policy, policy: Policy) -> Snapshot:
     """A frozen copy of the current policy, in the memory of the reference if that is such a copy too.
 
-    Otherwise it is a new copy: another model may differ in more than its weights, even if they have the same shapes. It
-    is offloaded if the reference is.
+    Any other reference is replaced by a new copy: another model may differ in more than its weights, even with the same
+    shapes. The copy is offloaded if the reference is.
     """
     if isinstance(reference, Snapshot):
         reference.follow(policy)
@@ -88,10 +88,10 @@ def renewed(reference: Policy, policy: Policy) -> Snapshot:
 
 
 class ReferenceResets:
-    """The rule by which the reference is reset, and how often it was.
+    """The rule for resets of the reference, and the number of resets so far.
 
-    KL to a fixed reference holds the policy near its start for good. After a reset it is the recent policy, so that
-    training can go any distance, in steps that stay small (ProRL, arXiv 2505.24864; arXiv 2602.18037).
+    KL to a fixed reference keeps the policy near its start. After a reset the reference is the recent policy, so
+    training can go any distance in small steps (ProRL, arXiv 2505.24864; arXiv 2602.18037).
     """
 
     def __init__(self, rule: ReferenceConfig) -> None:
@@ -101,7 +101,7 @@ class ReferenceResets:
     def due(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Whether a step with these metrics ends with a reset."""
         every, bound = self.rule.reset_every, self.rule.reset_at_kl
-        # A step that trained on no token has measured no KL.
+        # A step without trained tokens has no KL.
         far = bound is not None and metrics.get("policy/kl_reference", 0.0) > bound
         return far or (every is not None and step % every == 0)
 
@@ -114,31 +114,31 @@ class ReferenceResets:
         policy: Policy,
         optimizer: torch.optim.Optimizer,
     ) -> Policy | None:
-        """The reference of the next step: the same, or the policy as it is now."""
+        """The reference of the next step: the same, or the current policy."""
         if not self.due(step, metrics):
             return reference
-        assert reference is not None  # a recipe with resets keeps a reference
+        assert reference is not None  # recipes with resets keep a reference
         self.count += 1
         if self.rule.reset_optimizer:
             optimizer.state.clear()
         return renewed(reference, policy)
 
     def metrics(self) -> dict[str, float]:
-        """The resets so far, where there is a rule for them."""
+        """The number of resets, if the recipe has a rule for them."""
         return {"reference/resets": float(self.count)} if self.rule.resets else {}
 
     def tensors(self, reference: Policy | None) -> dict[str, Tensor]:
-        """The reference for a checkpoint; nothing before the first reset, as it is still that of the beginning."""
+        """The reference for a checkpoint; empty before the first reset, because it is still the initial one."""
         if not self.count or reference is None:
             return {}
-        assert isinstance(reference, Snapshot)  # as every reset leaves it
+        assert isinstance(reference, Snapshot)  # every reset makes one
         return reference.tensors()
 
     def load(
         self, count: int, tensors: Mapping[str, Tensor], *, reference: Policy | None, policy: Policy
     ) -> Policy | None:
-        """Continue from a saved `count` and `tensors`; returns the reference of that time."""
-        if reference is None:  # a fork may have left KL behind, and another may take it up again
+        """Continue from a saved `count` and `tensors`; return the reference of that time."""
+        if reference is None:  # a fork may drop KL, and a later fork may add it again
             return None
         self.count = count
         if not count:
@@ -149,18 +149,18 @@ class ReferenceResets:
 
 
 def check_reference(policy: Policy, reference: Policy) -> None:
-    """Raise a UserError for a reference that shares weights with the policy, or has another vocabulary."""
+    """Raise UserError for a reference that shares weights with the policy, or has another vocabulary."""
     policy_storages = {parameter.untyped_storage().data_ptr() for parameter in policy.model.parameters()}
     if any(parameter.untyped_storage().data_ptr() in policy_storages for parameter in reference.model.parameters()):
         raise UserError(
-            "the reference shares weights with the policy, so KL to it is always 0 and freezing it freezes the "
-            "policy: give a copy, or leave reference.model null"
+            "the reference shares weights with the policy, so its KL is always 0, and freezing it freezes the "
+            "policy: give a copy, or set reference.model to null"
         )
     sizes = [model.head.linear.weight.shape[0] for model in (policy, reference)]
     vocabularies = [_vocabulary(model.tokenizer) for model in (policy, reference)]
     if sizes[0] != sizes[1] or vocabularies[0] != vocabularies[1]:
         raise UserError(
-            f"reference.model has another vocabulary ({sizes[1]} tokens, the policy {sizes[0]}): "
+            f"reference.model has another vocabulary ({sizes[1]} tokens; the policy has {sizes[0]}): "
             "KL needs a reference with the policy's tokenizer"
         )
 

@@ -1,15 +1,15 @@
-"""The attention function that transformers modules call instead of their own, and attention over packed rows.
+"""The attention function that replaces that of transformers modules, and attention over packed rows.
 
 Modules run unmodified: `attention_forward` is registered with transformers by name, reads the layer's settings into an
-`AttentionRule`, and leaves the rest to the context of the forward pass. There are two contexts: `PackedContext` for
-packed rows (training, scoring, and the prefill of prompts) and `kv_cache.KeyValueCache` for decoding. A context travels
-with each call as the keyword argument `attention_context` of the model, never as a global: globals break under threads
-and under activation checkpointing, whose recomputation runs in the backward pass.
+`AttentionRule`, and passes the rest to the context of the forward pass: `PackedContext` for packed rows (training,
+scoring, and the prefill of prompts), or `kv_cache.KeyValueCache` for decoding. Each call gets its context as the
+model's keyword argument `attention_context`, not from a global variable, which would fail with threads and with
+activation checkpointing, because it recomputes layers in the backward pass.
 
 In a packed row, prompts attend to themselves, and responses to their prompt and themselves, in blocks of query
-positions: a block's keys end where causality ends them. On a CPU, blocks use torch's fused kernel with flatpeak's
+positions; a block reads keys up to its last position. On a CPU, blocks use torch's fused kernel with flatpeak's
 backward pass; on a GPU, `scaled_dot_product_attention`. Native kernels (policy.native_training) need neither padding
-nor blocks; they serve layers without window, soft cap and dropout.
+nor blocks; they support layers without window, soft cap and dropout.
 
 Shape letters: B rows, L positions, Hq query heads, Hkv key heads, D head dimension, P prompts, N responses, Lp columns
 of prompts, K keys.
@@ -32,17 +32,17 @@ from flatpeak.policy.packing import PackedRow, attention_groups
 ATTENTION_NAME = "flatpeak"
 """The name of the function among transformers' implementations of attention."""
 NO_MASK = torch.empty(0, 0, 0, 0)
-"""The mask argument of the model: transformers passes a 4-dimensional mask on unchanged. It would derive a missing mask
-from positions, which on a GPU would wait for the device at every token."""
+"""The mask argument of the model: transformers passes a 4-dimensional mask on unchanged. Without a mask it would derive
+one from positions, which waits for a GPU at every token."""
 IGNORABLE = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"})
-"""Keywords that models pass down to attention although they do not change its result."""
+"""Keywords that models pass to attention although they do not change its result."""
 BLOCK = 64
 """Query positions per block."""
 SUM_COLUMNS = 192
-"""Columns, a multiple of BLOCK, whose weighted sum is taken in one product. MKL cuts sums over 193 to 383 columns into
-halves, so the bits of a longer sum depend on the number of trailing columns of weight 0."""
+"""Columns, a multiple of BLOCK, per product of a weighted sum. MKL splits sums over 193 to 383 columns into halves, so
+the bits of a longer sum would depend on the number of trailing columns with weight 0."""
 MOST_KEYS = 2**17
-"""The most columns, of all responses together, that a block lays side by side: each response has its prompt's keys."""
+"""The most columns of a block, over all responses: each response has a copy of its prompt's keys."""
 MOST_SCORES = 2**23
 """The most query positions times columns of a block."""
 
@@ -61,17 +61,18 @@ def attention_forward(
     attention_context: AttentionContext | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The function registered with transformers. Raises UnservedAttentionError at any keyword it would not obey."""
+    """The function registered with transformers. Raises UnservedAttentionError for keywords that it does not
+    support."""
     if attention_context is None:
         raise UnservedAttentionError(
-            "this model is held by a flatpeak policy: use `with policy.plain_attention() as model:` around a forward "
-            "pass or generate() of your own; flatpeak.train gives the policy to a sampler that is a factory, "
+            "a flatpeak policy holds this model: use `with policy.plain_attention() as model:` around your forward "
+            "pass or generate(); flatpeak.train gives the policy to a sampler that is a factory, "
             "sampler=lambda policy: MySampler(policy)"
         )
     unknown = sorted(name for name, given in others.items() if given is not None and name not in IGNORABLE)
     if unknown or (attention_mask is not None and attention_mask.numel()):
         raise UnservedAttentionError(
-            f"attention was given {unknown or ['attention_mask']}, which the native engine ignores"
+            f"attention was called with {unknown or ['attention_mask']}, which the native engine does not support"
         )
     layer = getattr(module, "layer_idx", None)
     if layer is None:
@@ -86,13 +87,13 @@ def attention_forward(
 
 
 def register_attention() -> None:
-    """Register the function with transformers, with an empty mask function: contexts make their masks themselves."""
+    """Register the function with transformers, with an empty mask function, because contexts make their masks."""
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
     AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)
 
 
 class UnservedAttentionError(RuntimeError):
-    """The architecture asks for something that this attention function does not do."""
+    """Raised if the architecture needs something that this attention function does not support."""
 
 
 class AttentionContext(Protocol):
@@ -108,7 +109,7 @@ class AttentionContext(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionRule:
-    """The weights that one layer gives to keys: softmax(softcap * tanh(scale * q k / softcap)), within a window."""
+    """One layer's weights of keys: softmax(softcap * tanh(scale * q k / softcap)), within a window."""
 
     scale: float
     window: int | None = None
@@ -121,7 +122,7 @@ class AttentionRule:
         return self.softcap is None and not self.dropout and not torch.is_autocast_enabled("cpu")
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention of query [B, Hq, L, D] over key, value [B, Hkv, K, D]; mask bool, or None for plain causal."""
+        """Attend with query [B, Hq, L, D] over key, value [B, Hkv, K, D]; mask is bool, or None for plain causal."""
         if self.softcap is None:
             return F.scaled_dot_product_attention(
                 query,
@@ -151,7 +152,7 @@ class PackedContext:
         self._groups = attention_groups(row) if native else None
         self.calls: list[int] = []
         self.kept: dict[int, tuple[Tensor, Tensor]] | None = {} if keep_prompts else None
-        """Per layer the prompts' keys and values, [tokens, Hkv, D] in the order of the row, for a prefill."""
+        """Per layer the keys and values of the prompts, [tokens, Hkv, D] in the order of the row, for a prefill."""
         self._prompt_masks: dict[tuple[int, int], Tensor] = {}
         self._blocks: dict[tuple[int, int | None], list[Block]] = {}
 
@@ -191,7 +192,7 @@ class PackedContext:
         return rule(query, key, value, self._prompt_mask(query.shape[2], rule.window))
 
     def _prompt_mask(self, longest: int, window: int | None) -> Tensor | None:
-        """None (plain causal: padding is right of every token) unless a window is shorter than the prompts."""
+        """The mask; None (plain causal, since padding is on the right) unless a window is shorter than the prompts."""
         if window is None or window >= longest:
             return None
         if (longest, window) not in self._prompt_masks:
@@ -201,7 +202,7 @@ class PackedContext:
         return self._prompt_masks[longest, window]
 
     def _blocks_of(self, index: int, window: int | None) -> list[Block]:
-        # Equal in every layer with this window.
+        # The same in every layer with this window.
         if (index, window) not in self._blocks:
             bundle = self.row.responses[index]
             prompts = self.row.prompts[bundle.group]
@@ -211,7 +212,7 @@ class PackedContext:
 
 
 def _alike(*states: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Whether queries, keys and values are all on a CPU, with one type (this one, if given) and one dimension."""
+    """Whether queries, keys and values are on a CPU, with one type (`dtype`, if given) and one dimension."""
     kinds = {(each.dtype, each.shape[-1], each.device.type) for each in states}
     return kinds == {(dtype or states[0].dtype, states[0].shape[-1], "cpu")}
 
@@ -229,9 +230,9 @@ def packed_hidden(trunk: nn.Module, row: PackedRow, context: PackedContext) -> T
 
 
 def _attend_to_prefixes(rule: AttentionRule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention [P, H, L, D]: first SUM_COLUMNS positions, then block by block, over the keys up to its end.
+    """Causal attention [P, H, L, D]: the first SUM_COLUMNS positions, then each block over the keys up to its end.
 
-    So a block's sums have the same columns, and therefore the same bits, for any length of the other prompts.
+    A block's sums then have the same columns, and so the same bits, for any length of the other prompts.
     """
     length = query.shape[2]
     if length > SUM_COLUMNS:
@@ -255,11 +256,11 @@ class Block:
     start: int
     end: int
     mask: Tensor
-    """bool [count, 1, end - start, Lp + end]: the columns of its prompt and its response that a query sees."""
+    """bool [count, 1, end - start, Lp + end]: the columns of prompt and response that each query sees."""
 
 
 def cut_blocks(lengths_N: Tensor, prompt_lengths_N: Tensor, prompt_columns: int, window: int | None) -> list[Block]:
-    """Cut responses of these lengths (descending) into blocks; a block contains the responses that reach it."""
+    """Cut responses with these lengths (descending) into blocks, each with the responses that are long enough."""
     lengths = lengths_N.tolist()
     device = lengths_N.device
     prompt_position = torch.arange(prompt_columns, device=device)
@@ -293,8 +294,8 @@ def attend_in_blocks(
 ) -> Tensor:
     """Attend with queries [N, Hq, L, D] over keys and values of prompts and responses: [N, Hq, L, D].
 
-    Prompts' are [P, Hkv, Lp, D], and response n has prompt prompt_N[n]; responses' are [N, Hkv, L, D]. Results past a
-    response's end are undefined and never read.
+    `prompts` are [P, Hkv, Lp, D], and response n has prompt prompt_N[n]; `own` are [N, Hkv, L, D]. Results past the end
+    of a response are undefined and never read.
     """
     if rule.plain and _alike(queries, *own):
         attended: Tensor = _FusedBlocks.apply(queries, *prompts, *own, prompt_N, blocks, rule.scale)
@@ -307,7 +308,7 @@ def attend_in_blocks(
 
 
 def _keys(prompts: Tensor, own: Tensor, prompt_N: Tensor, block: Block) -> Tensor:
-    """Keys or values of a block, those of prompts beside those of responses: [N_j, Hkv, Lp + end, D]."""
+    """A block's keys or values, those of prompts followed by those of responses: [N_j, Hkv, Lp + end, D]."""
     return torch.cat([prompts.index_select(0, prompt_N[_responses(block)]), own[_responses(block), :, : block.end]], 2)
 
 
@@ -320,7 +321,7 @@ def _queries(tensor: Tensor, block: Block) -> Tensor:
 
 
 def _fold(tensor: Tensor, block: Block, kv_heads: int) -> Tensor:
-    """Select a block's queries and fold r heads that share keys into query rows: [N_j, Hkv, r * B, D]."""
+    """Select a block's queries, and fold r heads with the same keys into query rows: [N_j, Hkv, r * B, D]."""
     folded: Tensor = _queries(tensor, block).unflatten(1, (kv_heads, -1)).flatten(2, 3)
     return folded
 
@@ -332,7 +333,7 @@ def _unfold(rows: Tensor, heads: int) -> Tensor:
 
 
 def _fold_mask(block: Block, queries: Tensor, keys: Tensor) -> Tensor:
-    """The mask of the folded rows, as numbers that the kernel adds to scores."""
+    """The mask of the folded rows, as numbers to add to scores."""
     repeats = queries.shape[1] // keys.shape[1]
     bias = torch.zeros(block.mask.shape, dtype=queries.dtype, device=queries.device)
     return bias.masked_fill_(~block.mask, -torch.inf).repeat(1, 1, repeats, 1)
@@ -341,7 +342,7 @@ def _fold_mask(block: Block, queries: Tensor, keys: Tensor) -> Tensor:
 class _FusedBlocks(torch.autograd.Function):
     """`attend_in_blocks` by torch's fused CPU kernel; it sums gradients in place and keeps no copy of the keys.
 
-    Query heads that share a key head become query rows of it, so that keys are not repeated.
+    Query heads that share a key head become its query rows, so that keys are not repeated.
     """
 
     @staticmethod

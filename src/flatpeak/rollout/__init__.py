@@ -1,4 +1,4 @@
-"""Prompts in, groups of completions out."""
+"""Rollouts: from prompts to groups of completions."""
 
 from typing import TYPE_CHECKING
 

@@ -1,9 +1,9 @@
-"""Rollouts ahead: the next step's completions are drawn by the current policy while the trainer updates it.
+"""Rollouts ahead: the current policy samples the next step's completions while the trainer updates it.
 
-Step t trains a policy of version t - 1 on what version t - 2 drew: one version old. Groups record the version that drew
-them; groups that are older than the bound, or were drawn for another request, are not used.
+Step t trains version t - 1 of the policy on samples of version t - 2, which is one version old. Groups record the
+version that sampled them; groups that are older than the bound, or belong to another request, are not used.
 
-If drawing ahead fails, the update still finishes, so that its step can be recorded and saved; the next request then
+If sampling ahead fails, the update still finishes, so that its step can be recorded and saved; the next request then
 raises the error.
 """
 
@@ -21,37 +21,38 @@ from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams
 
 JSON = dict[str, Any]
 DRAWN: Final = "drawn"
-"""Key in a state of the groups that were drawn ahead."""
+"""Key in a state for the groups that were sampled ahead."""
 
 
 class Background(Protocol):
-    """Draws one request at a time, with the policy's weights as they are when it begins, in parallel to the caller."""
+    """Samples one request at a time with the policy's current weights, in parallel to the caller."""
 
     def stop_when(self, stopping: Callable[[], bool]) -> None:
-        """Abort a drawing that waits for servers or processes once `stopping()` is true."""
+        """Abort sampling that waits for servers or processes once `stopping()` is true."""
         return
 
     def begin(self, request: JSON) -> None:
-        """Take the current weights and start drawing."""
+        """Take the current weights and start sampling."""
         ...
 
     def result(self) -> JSON:
-        """Wait for the answer of `answer_request`. Raises the drawing's errors; RunError if none will come."""
+        """Wait for the answer of `answer_request`. Raises the errors of sampling; RunError if no answer will come."""
         ...
 
     def close(self) -> None:
-        """End the drawing; a later request starts again."""
+        """End sampling; a later request starts it again."""
         ...
 
 
 class RolloutsAhead(WrappedSampler):
-    """A sampler whose next request is drawn in the background; the sampler it wraps draws everything else at once.
+    """A sampler whose next request is sampled in the background; the wrapped sampler answers all other requests at
+    once.
 
-    The trainer sets the policy's version, the number of its steps. Log-probabilities are those of the drawing policy.
+    The trainer sets the policy's version, the number of its steps. Log-probabilities are those of the sampling policy.
     """
 
     def __init__(self, sampler: Sampler, background: Background, *, staleness: int) -> None:
-        """`staleness`: the most versions by which a group may be older than the policy."""
+        """`staleness`: the most versions that a group may be behind the policy."""
         super().__init__(sampler)
         self.background = background
         self.staleness = staleness
@@ -67,7 +68,7 @@ class RolloutsAhead(WrappedSampler):
     def ahead(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> Iterator[None]:
-        """A context in which the policy on entry draws a later request; on exit it is drawn, or drawing has failed."""
+        """A context in which the policy on entry samples a later request; on exit it is done, or has failed."""
         self._drawn = None
         request = encode_request(prompts, group_size=group_size, sampling=sampling, seed=seed)
         self.background.begin(request | {"state": dict(self.sampler.state())})
@@ -94,9 +95,9 @@ class RolloutsAhead(WrappedSampler):
     def stream(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> Iterator[tuple[int, Group]]:
-        """Pairs (index of the prompt, its group): drawn ahead for this request, or drawn now.
+        """Pairs (index of the prompt, its group): sampled ahead for this request, or sampled now.
 
-        Raises the error of a failed drawing ahead.
+        Raises the error of sampling ahead if it failed.
         """
         if (failure := self._failure) is not None:
             self._failure = None
@@ -113,11 +114,11 @@ class RolloutsAhead(WrappedSampler):
             yield p, replace(group, version=self.version)
 
     def state(self) -> JSON:
-        """The wrapped sampler's state, and unused groups that were drawn ahead, whose weights no longer exist."""
+        """The wrapped sampler's state and the unused groups that were sampled ahead, whose weights no longer exist."""
         return {**self.sampler.state(), DRAWN: self._drawn}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state; if it is from a run without rollouts ahead, nothing is drawn ahead."""
+        """Restore a saved state; a state of a run without rollouts ahead has no groups."""
         self.sampler.load(state)
         self._drawn = state.get(DRAWN)
 
@@ -127,13 +128,13 @@ class RolloutsAhead(WrappedSampler):
         self.background.stop_when(stopping)
 
     def close(self) -> None:
-        """End the background drawing, then close the wrapped sampler."""
+        """End background sampling, then close the wrapped sampler."""
         self.background.close()
         self.sampler.close()
 
 
 def encode_request(prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int) -> JSON:
-    """The arguments of `Sampler.generate` as JSON, with the fields of prompts that a sampler reads."""
+    """The arguments of `Sampler.generate` as JSON; prompts have the fields that a sampler reads."""
     return {
         "prompts": [[prompt.id, prompt.example.id, list(prompt.token_ids)] for prompt in prompts],
         "group_size": group_size,
@@ -148,7 +149,7 @@ def digest(request: JSON) -> str:
 
 
 def answer_request(sampler: Sampler, request: JSON) -> JSON:
-    """Put the request's state into a sampler and draw; returns the groups and the sampler's new state, as JSON."""
+    """Restore the request's state in a sampler and sample; return the groups and the sampler's new state, as JSON."""
     prompts = [
         Prompt(id=name, token_ids=tuple(ids), text="", example=Example(id=example, question="", gold=""))
         for name, example, ids in request["prompts"]

@@ -1,9 +1,9 @@
-"""Decoding steps captured as CUDA graphs, one per batch size, and replayed: no host work between kernels.
+"""Decoding steps captured as CUDA graphs, one per batch size, and replayed without host work between kernels.
 
-A graph repeats the launches of the captured step, on the same addresses and with the same host values. Weights may
-change in place, as the optimizer changes them: replays read the current values. Between a capture and a replay, no
-tensor may move: `parameter.data = ...`, `load_state_dict(assign=True)`, `model.to(...)`, or a new parameter, buffer,
-cache or history. `GraphedStep.begin` checks this for the tensors in `fixed`.
+A graph repeats the launches of the captured step, with the same addresses and host values. Weights may change in place,
+as by the optimizer: replays read the current values. Between a capture and a replay no tensor may move:
+`parameter.data = ...`, `load_state_dict(assign=True)`, `model.to(...)`, or a new parameter, buffer, cache or history.
+`GraphedStep.begin` checks this for the tensors in `fixed`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 
 
 class GraphedStep:
-    """Calls `step(batch_size)`; replays a graph of it if the device is a GPU and the step can be captured.
+    """Calls `step(batch_size)`, or replays its graph if the device is a GPU and the step can be captured.
 
     The step works in place on the first `batch_size` slots, never waits for the device, and draws its randomness from
-    tensors (a torch generator would be replayed with the same numbers). Its work on the host happens at captures only.
+    tensors (a graph would repeat a torch generator's numbers). Its host code runs only at captures.
     """
 
     def __init__(
@@ -31,11 +31,11 @@ class GraphedStep:
         state: Callable[[], Sequence[Tensor]],
         fixed: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
-        """`step` runs before it is captured, so it must be repeatable after the tensors of `state()` are restored.
+        """`step` runs before its capture, so it must be repeatable after the tensors of `state()` are restored.
 
-        `state`: the tensors that determine what comes next (lengths, positions, last tokens, ended flags). Repeating a
-        step then writes everything else (a key at its column, a token in a history) to the same addresses. `fixed`: all
-        tensors whose addresses a graph keeps: weights, buffers, caches, histories.
+        `state`: the tensors that determine the next step (lengths, positions, last tokens, ended flags). A repeated
+        step writes everything else (a key in its column, a token in a history) to the same addresses. `fixed`: all
+        tensors whose addresses a graph uses: weights, buffers, caches, histories.
         """
         self._step = step
         self._device = torch.device(device)
@@ -47,7 +47,7 @@ class GraphedStep:
         self._side: torch.cuda.Stream | None = None
         self._begun_with: list[int] | None = None
         self.reason: str | None = None
-        """The reason why steps run without graphs on a GPU; None if they run with graphs."""
+        """The reason why steps on a GPU run without graphs; None if they run with graphs."""
 
     @property
     def sizes(self) -> list[int]:
@@ -55,7 +55,7 @@ class GraphedStep:
         return sorted(self._graphs)
 
     def begin(self) -> None:
-        """Drop the graphs if a tensor has moved; to be called before each rollout."""
+        """Drop the graphs if a tensor has moved; call it before each rollout."""
         if not self._enabled:
             return
         now = [tensor.data_ptr() for tensor in self._fixed()]
@@ -64,7 +64,7 @@ class GraphedStep:
         self._begun_with = now
 
     def __call__(self, batch_size: int) -> None:
-        """Make one step over the first `batch_size` slots."""
+        """Run one step over the first `batch_size` slots."""
         if self._enabled and self.reason is None and batch_size not in self._graphs:
             self._capture(batch_size)
         if batch_size in self._graphs:
@@ -73,19 +73,19 @@ class GraphedStep:
             self._step(batch_size)
 
     def invalidate(self) -> None:
-        """Drop all graphs, and the record of a failure to capture one."""
+        """Drop all graphs, and the record of a failed capture."""
         self._graphs = {}
         self._pool = None
         self._begun_with = None
         self.reason = None
 
     def _capture(self, batch_size: int) -> None:
-        """Capture a step of this size. The state is unchanged afterwards, even if the capture fails."""
+        """Capture a step of this size. Afterwards the state is unchanged, even if the capture fails."""
         main = torch.cuda.current_stream(self._device)
         self._side = self._side or torch.cuda.Stream(self._device)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         saved = [tensor.clone() for tensor in self._state()]
-        # Compiles kernels and lets libraries allocate, which a capture cannot do. Errors here come from the step.
+        # Compile kernels and let libraries allocate, which a capture cannot do. Errors here come from the step.
         self._rehearse(batch_size, saved, main, self._side)
         graph = torch.cuda.CUDAGraph()
         try:
@@ -96,7 +96,7 @@ class GraphedStep:
                 self._step(batch_size)
             self._graphs[batch_size] = graph
         except RuntimeError as error:
-            torch.cuda.set_stream(main)  # an aborted capture may leave torch on its stream
+            torch.cuda.set_stream(main)  # a failed capture may leave torch on its stream
             torch.cuda.synchronize(self._device)
             self._restore(saved)
             line = str(error).strip().partition("\n")[0]
@@ -107,7 +107,7 @@ class GraphedStep:
     def _rehearse(
         self, batch_size: int, saved: Sequence[Tensor], main: torch.cuda.Stream, side: torch.cuda.Stream
     ) -> None:
-        """A step on the stream of the capture, undone afterwards."""
+        """Run a step on the capture's stream and undo it."""
         side.wait_stream(main)
         with torch.cuda.stream(side):
             self._step(batch_size)
@@ -121,7 +121,7 @@ class GraphedStep:
 
 @contextmanager
 def _waiting_is_an_error() -> Iterator[None]:
-    """A context in which waiting for the device is an error: harmless here, but it would break a capture."""
+    """A context in which waiting for the device raises: it is harmless here, but would break a capture."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

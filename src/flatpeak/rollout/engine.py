@@ -1,7 +1,7 @@
-"""The native engine: reads each prompt once, keeps completions in slots, and decodes one token for all slots at a time.
+"""The native engine: reads each prompt once, keeps completions in slots, and decodes a token for all slots at a time.
 
-A `Schedule` decides which completion is in which slot, on integers; `DecodeSlots` and the decoder's cache carry this
-out on tensors. The engine keeps both in step: admit, decode some tokens, collect ended completions, compact.
+A `Schedule` decides with integers which completion is in which slot; `DecodeSlots` and the decoder's cache apply this
+to tensors. The engine keeps both in step: admit, decode some tokens, collect ended completions, compact.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ EXPECTED_LENGTHS: Final = "expected_lengths"
 
 
 class NativeEngine(Sampler):
-    """A Sampler over a Decoder, on the trainer's own weights.
+    """A Sampler over a Decoder, which uses the trainer's weights.
 
     A token depends on its slot's logits and on (seed, prompt id, index in group, position). If the decoder's logits do
     not depend on the batch (see `batch_invariant`), completions do not depend on the other prompts, their order,
     `max_rows` or `compact_below`.
 
-    While `min_new_tokens` forbids end-of-sequence tokens, tokens are drawn from the others, but the stored log-prob is
-    the full-vocabulary one that the trainer recomputes. The same holds for top-p and top-k, with which completions also
-    have `filtered_logprobs`. At temperature 0, log-probs are those at temperature 1.
+    While `min_new_tokens` forbids end-of-sequence tokens, the engine samples from the other tokens, but stores the
+    full-vocabulary log-prob that the trainer recomputes. The same holds for top-p and top-k, with which completions
+    also have `filtered_logprobs`. At temperature 0, log-probs are those at temperature 1.
     """
 
     alike = True
@@ -55,10 +55,10 @@ class NativeEngine(Sampler):
         """`decoder` reads prompts and decodes tokens: a policy, or any object with the same interface.
 
         `max_rows`: the most slots. `compact_below`: once the queue is empty and at most this share of the slots is in
-        use, the remaining completions move together. `read_every`: check for ended completions after every so many
-        tokens. On a GPU each check waits for the device, which costs more than decoding a few extra tokens; None means
-        1 on a CPU and 8 elsewhere. `prefill_tokens`: the most prompt tokens per forward pass; the decoder's memory may
-        ask for fewer.
+        use, the remaining completions move together. `read_every`: the tokens between
+        checks for ended completions. On a GPU each check waits for the device, which costs more than decoding a few
+        extra tokens; None means 1 on a CPU and 8 elsewhere. `prefill_tokens`: the most prompt tokens per forward pass;
+        the decoder's memory may require fewer.
         """
         self._decoder = decoder
         self._device = torch.device(decoder.device)
@@ -69,7 +69,7 @@ class NativeEngine(Sampler):
         self._kept_slots: DecodeSlots | None = None
         self._stopping: Callable[[], bool] = lambda: False
         self.expected_lengths: dict[str, float] = {}
-        """By example, the mean length of its last completions: the longest begin first."""
+        """Mean length of each example's last completions: the longest start first."""
 
     def stream(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
@@ -102,7 +102,7 @@ class NativeEngine(Sampler):
                     decode_slots.close()
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Expect completions of these lengths next time; called on all ranks, because any may get the prompt then."""
+        """Expect completions of these lengths next time; called on all ranks, because any may get the prompt next."""
         for group in groups:
             lengths = [len(completion.token_ids) for completion in group.completions]
             self.expected_lengths[group.prompt.example.id] = sum(lengths) / len(lengths)
@@ -110,12 +110,12 @@ class NativeEngine(Sampler):
     def state(self) -> Mapping[str, Any]:
         """The expected lengths, for a checkpoint.
 
-        If the last bits of results depend on the batch, a resumed run has to schedule exactly as before.
+        If the last bits of results depend on the batch, a resumed run must schedule exactly as before.
         """
         return {EXPECTED_LENGTHS: dict(self.expected_lengths)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Schedule the work as when this state was saved."""
+        """Schedule requests as when this state was saved."""
         self.expected_lengths = dict(state.get(EXPECTED_LENGTHS, {}))
 
     def stop_when(self, stopping: Callable[[], bool]) -> None:
@@ -124,7 +124,7 @@ class NativeEngine(Sampler):
 
     @property
     def notices(self) -> list[str]:
-        """Reasons why decoding is slower than it could be on this device, if any."""
+        """Reasons why decoding on this device is slower than it could be, if any."""
         reasons = [self._kept_slots.graph.reason] if self._kept_slots is not None else []
         return [reason for reason in reasons if reason is not None]
 
@@ -179,7 +179,7 @@ class NativeEngine(Sampler):
 
 @dataclass(kw_only=True)
 class _Request:
-    """One call of the engine, from reading the first prompt to completing the last group."""
+    """A call of the engine, from reading the first prompt to completing the last group."""
 
     decoder: Decoder
     prompts: Sequence[Prompt]
@@ -188,7 +188,7 @@ class _Request:
     group_size: int
     prefill_tokens: int
     first_logits: dict[int, Tensor] = field(default_factory=dict)
-    """The logits after each prompt that has been read, until its last completion begins."""
+    """The logits after each prompt that was read, until its last completion starts."""
 
     @property
     def done(self) -> bool:
@@ -197,7 +197,7 @@ class _Request:
 
     @torch.inference_mode()
     def advance(self, num_tokens: int) -> list[tuple[int, Group]]:
-        """Draw `num_tokens` tokens for every completion in a slot; returns the groups that this completes."""
+        """Sample `num_tokens` tokens for each completion in a slot; return the groups that this completes."""
         while admission := self.schedule.admit():
             self._begin(admission)
             complete = self._collect()
@@ -208,13 +208,14 @@ class _Request:
         return self._collect()
 
     def _begin(self, admission: Admission) -> None:
-        """Read new prompts, put completions into slots, and draw their first tokens, batch by batch of prompts."""
+        """Read new prompts, put completions into slots, and sample their first tokens, one batch of prompts at a
+        time."""
         cache = self.slots.cache
         completions_of: dict[int, list[int]] = {}
         for k, completion in enumerate(admission.completions):
             completions_of.setdefault(completion // self.group_size, []).append(k)
         self._draw_first(admission, {p: ks for p, ks in completions_of.items() if p not in admission.new_prompts})
-        # Prompts of similar lengths are read together.
+        # Read prompts of similar lengths together.
         new_prompts = sorted(admission.new_prompts, key=lambda p: -self._length(p))
         for read in in_buckets(new_prompts, self._length, most=self.prefill_tokens):
             token_ids = [self.prompts[p].token_ids for p in read]
@@ -226,7 +227,7 @@ class _Request:
         return len(self.prompts[p].token_ids)
 
     def _draw_first(self, admission: Admission, completions_of: dict[int, list[int]]) -> None:
-        """Begin completions of these prompts, which have been read; the dict gives their places in the admission."""
+        """Start completions of these prompts, which have been read; the dict has their positions in the admission."""
         if not completions_of:
             return
         chosen = [k for ks in completions_of.values() for k in ks]
@@ -242,7 +243,7 @@ class _Request:
                 del self.first_logits[p]
 
     def _collect(self) -> list[tuple[int, Group]]:
-        """Free the slots of ended completions; returns the groups that are complete."""
+        """Free the slots of ended completions; return the complete groups."""
         schedule, decode_slots = self.schedule, self.slots
         decode_slots.buffer.end_at_stop_strings(list(schedule.completion_in.values()))
         ended = decode_slots.buffer.ended_N.tolist()

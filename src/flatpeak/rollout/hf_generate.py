@@ -1,8 +1,8 @@
-"""The fallback engine for architectures that the native engine refuses: transformers' `generate`, left-padded.
+"""The fallback engine for architectures that the native engine does not support: transformers' `generate`, left-padded.
 
-A request is cut into chunks, and each chunk is one call of `generate`. A logits processor draws tokens and leaves
-`generate` one choice; a stopping criterion ends completions. Both use the native engine's `CompletionBuffer`, so that
-the two engines share everything but the forward pass.
+A request is cut into chunks, one call of `generate` each. A logits processor samples tokens and leaves `generate` no
+other choice; a stopping criterion ends completions. Both use the native engine's `CompletionBuffer`, so the two engines
+share everything except the forward pass.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ if TYPE_CHECKING:
 class GenerateEngine(Sampler):
     """A Sampler over any causal model of transformers.
 
-    `generate` runs the model and its cache; the native engine's code chooses tokens and ends completions: same random
-    numbers, filters, stop strings and log-probs, and no `[N, T, V]` logits are kept. The model's generation config
-    (temperature, penalties, suppressed tokens, ...) has no effect. The caller's random state is neither read nor
+    `generate` runs the model and its cache; the native engine's code samples tokens and ends completions, with the same
+    random numbers, filters, stop strings and log-probs, and without keeping `[N, T, V]` logits. The model's generation
+    config (temperature, penalties, suppressed tokens, ...) has no effect. The caller's random state is neither read nor
     changed.
 
-    Prompts are padded on the left and read once per completion, so the last bits of logits depend on the batch, and in
-    rare cases a token does too; use the native engine if that matters.
+    Prompts are left-padded and read once per completion, so the last bits of logits depend on the batch, and in rare
+    cases a token does too; use the native engine if that matters.
     """
 
     def __init__(self, model: Any, tokenizer: Tokenizer, *, eos_token_ids: Set[int], max_rows: int = 512):
-        """`model` is a PreTrainedModel or a PEFT model around one; `eos_token_ids` are all that end a completion."""
+        """`model` is a PreTrainedModel or a PEFT model around one; `eos_token_ids` are all tokens that end a
+        completion."""
         self._model = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._tokenizer = tokenizer
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -54,7 +55,7 @@ class GenerateEngine(Sampler):
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> list[Group]:
-        """One group per prompt, in order; at most `max_rows` completions at once."""
+        """One group per prompt, in order; at most `max_rows` completions at a time."""
         check_request(prompts, group_size, sampling, self._max_rows)
         stop_strings = StopStrings(sampling.stop, self._tokenizer) if sampling.stop else None
         keys_PG = completion_keys(seed, [prompt.id for prompt in prompts], group_size).view(len(prompts), group_size)
@@ -84,8 +85,8 @@ class GenerateEngine(Sampler):
         self._model.generate(
             input_ids=ids_PL.repeat_interleave(copies, dim=0).to(device),
             attention_mask=mask_PL.repeat_interleave(copies, dim=0).to(device),
-            # No end-of-sequence token here: the buffer ends completions, and with one generate would require a pad
-            # token, which some tokenizers lack.
+            # No end-of-sequence token here: the buffer ends completions, and generate would require a pad token, which
+            # some tokenizers lack.
             generation_config=GenerationConfig(max_new_tokens=buffer.max_new_tokens, do_sample=False, use_cache=True),
             logits_processor=LogitsProcessorList([_DrawnToken(buffer)]),
             stopping_criteria=StoppingCriteriaList([_EndedCompletions(buffer, self._stopping)]),
@@ -94,18 +95,17 @@ class GenerateEngine(Sampler):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """Completions decoded side by side: the same copies of each of several prompts."""
+    """Completions decoded in one call: the same number of copies of each of several prompts."""
 
     prompts: tuple[int, ...]
-    """Indices of the prompts."""
     copies: range
     """Indices within their groups."""
 
 
 def plan_chunks(prompt_lengths: Sequence[int], *, group_size: int, max_rows: int) -> list[Chunk]:
-    """Cut P * G completions into chunks of at most `max_rows`, prompts of similar length together, longest first.
+    """Cut P * G completions into chunks of at most `max_rows`, with prompts of similar length together, longest first.
 
-    A group is cut only if it is larger than `max_rows` by itself.
+    A group is cut only if it alone is larger than `max_rows`.
     """
     order = sorted(range(len(prompt_lengths)), key=lambda p: -prompt_lengths[p])
     copies_at_once = min(group_size, max_rows)
@@ -121,7 +121,7 @@ def plan_chunks(prompt_lengths: Sequence[int], *, group_size: int, max_rows: int
 
 
 class _DrawnToken(LogitsProcessor):
-    """Draws each next token, and leaves generate's argmax no other choice."""
+    """Samples each next token, and leaves generate's argmax no other choice."""
 
     def __init__(self, buffer: CompletionBuffer):
         self._buffer = buffer
@@ -134,7 +134,7 @@ class _DrawnToken(LogitsProcessor):
 
 
 class _EndedCompletions(StoppingCriteria):
-    """Ends completions where the native engine would, and raises StoppedError once `stopping()` is true."""
+    """Ends the same completions as the native engine, and raises StoppedError once `stopping()` is true."""
 
     def __init__(self, buffer: CompletionBuffer, stopping: Callable[[], bool]):
         self._buffer = buffer
@@ -151,7 +151,7 @@ class _EndedCompletions(StoppingCriteria):
 
 
 def _left_padded(prompts_P: list[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask, int64 [P, L]; the padding on the left is masked, so any id will do."""
+    """Token ids and attention mask, int64 [P, L]; padding is masked, so its id does not matter."""
     longest = max(len(ids) for ids in prompts_P)
     ids_PL = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in prompts_P])
     mask_PL = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts_P])
@@ -160,7 +160,7 @@ def _left_padded(prompts_P: list[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _evaluation_mode(model: Any) -> Iterator[None]:
-    """Evaluation mode for all modules; afterwards each module's previous mode is restored."""
+    """A context with all modules in evaluation mode; on exit each module's previous mode is restored."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -172,7 +172,7 @@ def _evaluation_mode(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _default_generation_config(model: Any) -> Iterator[None]:
-    """Hide the model's generation config, from which generate would fill every setting that a caller leaves unset."""
+    """Hide the model's generation config, because generate reads every setting from it that the caller leaves unset."""
     own = model.generation_config
     model.generation_config = GenerationConfig()
     try:

@@ -1,9 +1,8 @@
-"""Random numbers as a function of where they are used, so that no draw depends on earlier draws.
+"""Random numbers as a function of their purpose, so that no number depends on earlier ones.
 
-A completion's key hashes (seed, prompt id, index in group); the number at a position is the key's SplitMix64 stream
-read at that position (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"; finalizer:
-Stafford's variant 13). No state passes from one call to the next, so batch size, order and device cannot change a
-number.
+A completion's key hashes (seed, prompt id, index in group). The number at a position is the key's SplitMix64 stream at
+that position (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"; finalizer: Stafford's
+variant 13). No state passes from call to call, so batch size, order and device cannot change a number.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 
 
 def _signed(value: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit integer: torch multiplies and adds int64 modulo 2^64."""
+    """The int64 with the bits of an unsigned 64-bit integer: torch's int64 arithmetic is modulo 2^64."""
     value %= 1 << 64
     return value - (1 << 64) if value >= 1 << 63 else value
 
@@ -27,7 +26,7 @@ _MULTIPLIER_2 = _signed(0x94D049BB133111EB)
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed in [0, 2^63) from any integers and strings: equal on every machine, different for different parts.
+    """A seed in [0, 2^63) from integers and strings: equal on every machine, different for different parts.
 
     The hash (BLAKE2b) covers each part's type and length, so ("ab", "c") and ("a", "bc"), and (1,) and ("1",), differ.
     """
@@ -42,9 +41,9 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def completion_keys(seed: int, prompt_ids: Sequence[str], group_size: int) -> Tensor:
-    """int64 [P * G]: the key of each completion, prompt by prompt; from (seed, prompt id, index in group) alone.
+    """int64 [P * G]: each completion's key, prompt by prompt, from only (seed, prompt id, index in group).
 
-    A repeated id would repeat its keys: ids are unique within a task.
+    Repeated ids would have repeated keys: ids must be unique within a task.
     """
     bases_P = torch.tensor([derive_seed("row", seed, prompt_id) for prompt_id in prompt_ids], dtype=torch.int64)
     index_G = torch.arange(1, group_size + 1, dtype=torch.int64)
@@ -65,5 +64,5 @@ def _mix(values: Tensor) -> Tensor:
 
 
 def _shift(values: Tensor, bits: int) -> Tensor:
-    """Right shift that fills with zeros; torch's own copies the sign bit of an int64."""
+    """A right shift that fills with zeros; torch's shift of an int64 copies the sign bit."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,6 +1,6 @@
-"""From logits to tokens: one softmax, at most one filter, and a token by inverse CDF from a number in [0, 1).
+"""From logits to tokens: one softmax, at most one filter, and inverse-CDF sampling by a number in [0, 1).
 
-Pure functions of tensors; every row's result depends on that row alone. Weights are unnormalized probabilities.
+Pure functions of tensors; each row's result depends only on that row. Weights are unnormalized probabilities.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
-"""A token is located among blocks of this size, then within one: 50 times faster at V = 32k than one long cumsum."""
+"""A token is found among blocks of this size, then within one: 50 times faster at V = 32k than one long cumsum."""
 CANDIDATES = 128
-"""top-p first sorts this many of the largest weights, and 16 times more in rows for which that was not enough."""
+"""top-p first sorts this many of the largest weights; rows that need more sort 16 times as many."""
 ROUNDING = 1e-6
-"""Sums of float32 probabilities are off by about this much: a set this close below top_p has reached it."""
+"""The error of sums of float32 probabilities: a set that misses top_p by at most this has reached it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,9 +25,9 @@ class Draw:
     tokens_R: Tensor
     """int64 [R]."""
     logprobs_R: Tensor
-    """float32 [R]: full-vocabulary log-softmax at the temperature (at 1 where the temperature is 0)."""
+    """float32 [R]: full-vocabulary log-softmax at the temperature, or at 1 if the temperature is 0."""
     filtered_logprobs_R: Tensor | None
-    """float32 [R]: under the filtered, renormalized distribution; None if nothing was filtered."""
+    """float32 [R]: under the filtered, renormalized distribution; None without a filter."""
 
 
 def draw(
@@ -39,10 +39,10 @@ def draw(
     top_p: float = 1.0,
     forbidden: Tensor | None = None,
 ) -> Draw:
-    """Draw a token per row from softmax(logits / temperature), after top-k and then top-p; temperature 0 is argmax.
+    """Sample a token per row from softmax(logits / temperature), after top-k and then top-p; temperature 0 is argmax.
 
-    `forbidden` (bool [R, V]) marks tokens that must not be drawn. The stored log-prob includes them, as the trainer
-    recomputes it over the full vocabulary, before any filter. Ties go to the lower token id.
+    `forbidden` (bool [R, V]) marks tokens that must not be sampled. The stored log-prob includes them, because the
+    trainer recomputes it over the full vocabulary, before any filter. Ties go to the lower token id.
     """
     allowed_RV = logits_RV if forbidden is None else logits_RV.masked_fill(forbidden, -torch.inf)
     if temperature == 0:
@@ -72,9 +72,10 @@ def scaled_logprobs(logits_RV: Tensor, temperature: float) -> Tensor:
 
 
 def filter_weights(weights_RV: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """Weights outside the filters set to 0: the k largest, then of those the smallest set whose share reaches top_p.
+    """Set weights outside the filters to 0: keep the k largest, and of these the smallest set whose share reaches
+    top_p.
 
-    The token that crosses top_p is kept (Holtzman et al. 2020); among equal weights lower token ids come first.
+    The token that crosses top_p is kept (Holtzman et al. 2020); among equal weights, lower token ids come first.
     """
     vocabulary = weights_RV.shape[-1]
     if 0 < top_k < vocabulary:
@@ -89,7 +90,7 @@ def filter_weights(weights_RV: Tensor, *, top_k: int = 0, top_p: float = 1.0) ->
 def choose_tokens(weights_RV: Tensor, uniforms_R: Tensor) -> tuple[Tensor, Tensor]:
     """The first token at which the cumulative weight exceeds u times the total: (tokens int64 [R], totals float64 [R]).
 
-    Sums are float64, and a token of weight 0 is never chosen, for any u in [0, 1) and any rounding of sums.
+    Sums are float64; a token of weight 0 is never chosen, for any u in [0, 1) and any rounding of sums.
     """
     blocks_RB = _block_sums(weights_RV)
     totals_R = blocks_RB.sum(-1, dtype=torch.float64)
@@ -98,13 +99,13 @@ def choose_tokens(weights_RV: Tensor, uniforms_R: Tensor) -> tuple[Tensor, Tenso
         return block_R, totals_R
     last = weights_RV.shape[-1] - 1
     index_RK = block_R[:, None] * BLOCK + torch.arange(BLOCK, device=weights_RV.device)
-    # Past the end of a short last block, its last token repeats: an index there means that token.
+    # Past the end of a short last block, its last token repeats, so an index there means that token.
     inner_R, _ = _locate(weights_RV.gather(1, index_RK.clamp(max=last)), rest_R)
     return (block_R * BLOCK + inner_R).clamp(max=last), totals_R
 
 
 def _block_sums(weights_RV: Tensor) -> Tensor:
-    """Sums over blocks of BLOCK tokens, the last one short; for a small vocabulary, the weights themselves."""
+    """Sums over blocks of BLOCK tokens, with a short last block; for a small vocabulary, the weights themselves."""
     vocabulary = weights_RV.shape[-1]
     if vocabulary <= 4 * BLOCK:
         return weights_RV
@@ -116,10 +117,10 @@ def _block_sums(weights_RV: Tensor) -> Tensor:
 
 
 def _locate(weights_RK: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
-    """The first index whose cumulative weight exceeds the target, and how far the target reaches into it.
+    """The first index whose cumulative weight exceeds the target, and the distance of the target into it.
 
-    If rounding puts the target at or above the total, it is set just below: cumulative[i - 1] <= target < cumulative[i]
-    then holds for some i, whose weight is therefore positive. NaN weights give some index in range, so that a diverged
+    A target that rounding puts at or above the total is set just below it: then cumulative[i - 1] <= target <
+    cumulative[i] holds for some i, whose weight is positive. NaN weights give some valid index, so that a diverged
     model ends in an error about its log-probs instead of an illegal memory access.
     """
     cumulative_RK = weights_RK.cumsum(-1, dtype=torch.float64)
@@ -131,7 +132,7 @@ def _locate(weights_RK: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _smallest_set(weights_RV: Tensor, needed_R: Tensor, candidates: int) -> Tensor:
-    """Zero all but the fewest largest weights that together reach `needed_R` (float64)."""
+    """Zero all weights except the fewest largest that together reach `needed_R` (float64)."""
     if candidates < weights_RV.shape[-1]:
         sorted_RK = weights_RV.topk(candidates).values
     else:
@@ -147,10 +148,10 @@ def _smallest_set(weights_RV: Tensor, needed_R: Tensor, candidates: int) -> Tens
 
 
 def _keep_largest(weights_RV: Tensor, counts_R: Tensor, sorted_RK: Tensor) -> Tensor:
-    """Zero all but each row's `counts_R` largest weights, ties to lower ids.
+    """Zero all weights except each row's `counts_R` largest; ties go to lower ids.
 
-    `sorted_RK` has the largest in descending order, including one more than is kept, if there is one. Selecting by
-    value and then counting ties makes the set depend on the weights alone; topk's choice among ties would not.
+    `sorted_RK` has the largest in descending order, including one more than is kept if there is one. Selection by value
+    and then by counting ties makes the set depend only on the weights; topk's choice among ties would not.
     """
     threshold_R1 = sorted_RK.gather(1, counts_R[:, None] - 1)
     kept_RV = weights_RV.masked_fill(weights_RV < threshold_R1, 0.0)

@@ -1,7 +1,7 @@
-"""The schedule of a request, that is, which completion is decoded in which slot: only integers, no tensors.
+"""The schedule of a request, that is, which completion is decoded in which slot, with integers instead of tensors.
 
-A request is closed: all its completions are known at its start. Completions expected to be long begin first, so that
-none of them is decoded alone at the end. Freed slots are filled from the queue; once the queue is empty, the remaining
+A request is closed: all its completions are known at the start. Completions that are expected to be long start first,
+so that none is decoded alone at the end. The queue fills freed slots. Once the queue is empty, the remaining
 completions move together, so that a step costs no more than they need.
 
 Completion p * G + g is number g of the group of prompt p.
@@ -16,18 +16,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Admission:
-    """Completions that begin: `completions[k]` in slot `slots[k]`, its prompt in cache entry `entries[k]`."""
+    """Completions that start: `completions[k]` in slot `slots[k]`, with its prompt in cache entry `entries[k]`."""
 
     completions: list[int]
     slots: list[int]
     entries: list[int]
     new_prompts: dict[int, int]
-    """Prompts that have to be read first, and the entry of each."""
+    """Prompts to read first, with the entry of each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compaction:
-    """Completions and prompts that move to lower slots and entries, and slots below the batch size that become idle."""
+    """Completions and prompts that move to lower slots and entries, and slots in the batch that become idle."""
 
     slots: tuple[list[int], list[int]]
     """(sources, targets)."""
@@ -37,9 +37,9 @@ class Compaction:
 
 
 def longest_first(prompt_lengths: Sequence[int], expected: Sequence[float | None]) -> list[int]:
-    """The order of the prompts: longest expected completions first; prompts without an expectation go in the middle.
+    """The order of the prompts: the longest expected completions first, prompts without an expectation in the middle.
 
-    If no length is expected at all, the longest prompts come first, which costs nothing and fills prefills evenly.
+    Without any expectation, the longest prompts come first, which costs nothing and fills prefills evenly.
     """
     known = sorted(length for length in expected if length is not None)
     middle = known[len(known) // 2] if known else 0.0
@@ -64,28 +64,28 @@ class Schedule:
         self._group_size = group_size
         self._batch_sizes = batch_sizes
         self._compact_below = compact_below
-        self._unfinished = dict.fromkeys(order, group_size)  # completions of each prompt that have not ended
+        self._unfinished = dict.fromkeys(order, group_size)  # unfinished completions of each prompt
         self._entry_of: dict[int, int] = {}
         self._num_slots = min(num_slots, len(self._queue))
         self.num_entries = min(len(order), self._num_slots + 1)
-        """Prompts in use at once: one per slot, and one whose begun completions have ended while others wait."""
+        """The most prompts in use: one per slot, and one whose started completions have ended while others wait."""
         self._free_entries = list(range(self.num_entries))[::-1]
         self.completion_in: dict[int, int] = {}
         """The completion in each occupied slot."""
         self.batch_size = self.batch_size_for(self._num_slots)
-        """The number of slots that a step decodes, starting at the first."""
+        """The number of slots that a step decodes, from the first."""
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to decode."""
+        """Whether all completions have ended."""
         return not self._queue and not self.completion_in
 
     def batch_size_for(self, count: int) -> int:
-        """The smallest number of slots that a step may decode and that holds `count`."""
+        """The smallest number of slots that a step may decode and that is at least `count`."""
         return next(size for size in self._batch_sizes if size >= count)
 
     def admit(self) -> Admission | None:
-        """Fill free slots from the queue once an eighth of them is free, because every filling reads prompts."""
+        """Fill free slots from the queue once an eighth of the slots is free, because filling reads prompts."""
         free = self._num_slots - len(self.completion_in)
         if not self._queue or (self.completion_in and free < min(len(self._queue), max(1, self._num_slots // 8))):
             return None
@@ -99,7 +99,7 @@ class Schedule:
         return Admission(completions=completions, slots=slots, entries=entries, new_prompts=new_prompts)
 
     def end(self, slots: Sequence[int]) -> list[int]:
-        """Free the slots of ended completions; returns the prompts whose groups this completes."""
+        """Free the slots of ended completions; return the prompts whose groups are now complete."""
         complete = []
         for slot in slots:
             prompt = self.completion_in.pop(slot) // self._group_size
@@ -110,7 +110,7 @@ class Schedule:
         return complete
 
     def compact(self) -> Compaction | None:
-        """Move the remaining completions together, if the queue is empty and few enough remain."""
+        """Move the remaining completions together if the queue is empty and few enough remain."""
         if self._queue or not self.completion_in or len(self.completion_in) > self._compact_below * self.batch_size:
             return None
         smaller = self.batch_size_for(len(self.completion_in))
@@ -125,7 +125,7 @@ class Schedule:
 
 
 def _densely(occupied: Mapping[int, int]) -> tuple[tuple[list[int], list[int]], dict[int, int]]:
-    """The fewest moves (sources, targets) that leave indices 0, 1, ... without a gap, and the resulting occupancy."""
+    """The fewest moves (sources, targets) that make indices 0, 1, ... contiguous, and the resulting occupancy."""
     sources = [index for index in occupied if index >= len(occupied)]
     targets = [index for index in range(len(occupied)) if index not in occupied]
     moves = dict(zip(sources, targets, strict=True))

@@ -1,8 +1,8 @@
-"""The memory of a request while it is decoded: the completions drawn so far, and the slots that draw the next token.
+"""The memory of a request during decoding: the completions so far, and the slots that sample the next token.
 
-A `CompletionBuffer` stores what has been drawn for N completions, by completion. `DecodeSlots` maps S slots to them and
-makes steps: one forward pass of the decoder and one draw for all slots, in place. The schedule decides which completion
-is in which slot (scheduler.py). A step reads no tensor on the host, so that it can be captured as a CUDA graph; ends of
+A `CompletionBuffer` stores the samples of N completions, by completion. `DecodeSlots` maps S slots to them and makes
+steps: a forward pass of the decoder and a sample for each slot, in place. The schedule decides which completion is in
+which slot (scheduler.py). A step reads no tensor on the host, so that it can be captured as a CUDA graph; ends of
 completions are read between steps.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class CompletionBuffer:
     """Tokens and log-probabilities of N completions, each with its own position.
 
-    Completion N is a dummy that receives what idle slots draw, so that every slot can draw in every step. Tensors are
+    Completion N is a dummy for the samples of idle slots, so that every slot can sample in every step. Tensors are
     written in place without reading their values, so that a step can be captured in a graph.
     """
 
@@ -43,7 +43,7 @@ class CompletionBuffer:
         stop_strings: StopStrings | None,
         device: torch.device | str,
     ):
-        """`keys_N` are the random keys of the completions (randomness.completion_keys)."""
+        """`keys_N`: the random keys of the completions (randomness.completion_keys)."""
         self.count = len(keys_N)
         self.max_new_tokens = sampling.max_new_tokens
         shape_NT = (self.count + 1, sampling.max_new_tokens)
@@ -56,27 +56,27 @@ class CompletionBuffer:
         self._logprobs_NT = torch.zeros(shape_NT, dtype=torch.float32, device=device)
         self._filtered_NT = torch.zeros_like(self._logprobs_NT) if sampling.filtered else None
         self.lengths_N = torch.zeros(self.count + 1, dtype=torch.int64, device=device)
-        """int64 [N + 1]: tokens drawn so far."""
+        """int64 [N + 1]: the number of tokens so far."""
         self.ended_N = torch.zeros(self.count + 1, dtype=torch.bool, device=device)
-        """bool [N + 1]: whether it ended, at an end-of-sequence token, a stop string or the cap."""
+        """bool [N + 1]: whether the completion ended, by an end-of-sequence token, a stop string or the cap."""
         self._stopped_N = torch.zeros_like(self.ended_N)  # ended before the cap
         self._ends_V: Tensor | None = None
-        self._histories: list[list[int]] = [[] for _ in range(self.count)]  # filled only if there are stop strings
+        self._histories: list[list[int]] = [[] for _ in range(self.count)]  # filled only with stop strings
 
     @property
     def step_state(self) -> list[Tensor]:
-        """Tensors that determine the next token, and that every draw changes."""
+        """Tensors that determine the next token; every sample changes them."""
         return [self.lengths_N, self.ended_N, self._stopped_N]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors that a draw reads or writes."""
+        """All tensors that sampling reads or writes."""
         histories = [self._tokens_NT, self._logprobs_NT, self._keys_N, self._eos_K]
         return [*self.step_state, *histories, *([] if self._filtered_NT is None else [self._filtered_NT])]
 
     @property
     def plain_draws(self) -> dict[str, Any] | None:
-        """The inputs and outputs of a draw, by name; None unless it draws from softmax(logits / temperature)."""
+        """The inputs and outputs of sampling, by name; None unless it samples from softmax(logits / temperature)."""
         if self._sampling.temperature == 0 or self._sampling.filtered or self._sampling.min_new_tokens:
             return None
         return {
@@ -98,9 +98,9 @@ class CompletionBuffer:
         self._histories = [[] for _ in range(self.count)]
 
     def draw(self, logits_RV: Tensor, completion_R: Tensor) -> Tensor:
-        """Draw and record the next token of these completions (int64 [R], not ended; the dummy may repeat).
+        """Sample and record the next token of these completions (int64 [R], not ended; the dummy may repeat).
 
-        Returns the tokens, int64 [R]. No value is read on the host unless a filter is on.
+        Returns the tokens, int64 [R]. The host reads no values unless a filter is on.
         """
         drawn_R = self.lengths_N.index_select(0, completion_R)
         drawn = draw(
@@ -125,7 +125,7 @@ class CompletionBuffer:
         return drawn.tokens_R
 
     def end_at_stop_strings(self, completions: Sequence[int]) -> None:
-        """End the completions among these in which a stop string was completed since the last call."""
+        """End those completions in which a stop string was completed since the last call."""
         if self._stop_strings is None or not completions:
             return
         lengths = self.lengths_N[: self.count].tolist()
@@ -147,7 +147,7 @@ class CompletionBuffer:
             self._stopped_N[index] = True
 
     def completions(self, indices: Sequence[int]) -> list[Completion]:
-        """Read these completions, which have all ended, in this order."""
+        """Read these completions, which must all have ended, in this order."""
         index = torch.tensor(indices, device=self.lengths_N.device)
         lengths = self.lengths_N.index_select(0, index).tolist()
         stopped = self._stopped_N.index_select(0, index).tolist()
@@ -173,7 +173,7 @@ class CompletionBuffer:
         ]
 
     def _forbidden(self, logits_RV: Tensor, drawn_R: Tensor) -> Tensor | None:
-        """bool [R, V]: the end-of-sequence tokens that would come too early; None if there are none."""
+        """bool [R, V]: end-of-sequence tokens before the minimum length; None if there are none."""
         if not self._sampling.min_new_tokens:
             return None
         if self._ends_V is None:
@@ -187,9 +187,9 @@ def _cut(values_KT: Tensor, lengths: Sequence[int]) -> list[list]:  # type: igno
 
 
 class DecodeSlots:
-    """The slots of a request, each with its completion and that completion's newest token.
+    """The slots of a request, each with its completion and the completion's last token.
 
-    On a GPU they outlive their request, so that the next one can replay graphs captured on their tensors.
+    On a GPU they outlive the request, so that the next request can replay graphs captured on their tensors.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class DecodeSlots:
     ) -> None:
         self.buffer = buffer
         self.request_key = (buffer.count, sampling, slots, max_rows)
-        """The properties of a request that these slots fit; the next request must have the same to reuse them."""
+        """The properties of a request that these slots fit; the next request can reuse them only with the same."""
         self._decoder = decoder
         self.cache: Any = None
         """The decoder's memory of keys and values (a DecodeState)."""
@@ -216,7 +216,7 @@ class DecodeSlots:
         )
 
     def open(self, cache: Any) -> None:
-        """Begin a request with this cache."""
+        """Start a request with this cache."""
         self.cache = cache
         drawing = getattr(cache, "drawing", None)
         self._draw_tokens = self.buffer.draw if drawing is None else drawing(self.buffer)
@@ -225,17 +225,17 @@ class DecodeSlots:
         self.graph.begin()
 
     def close(self) -> None:
-        """Free the memory now: self-references would keep it until the garbage collector runs."""
+        """Free the memory now: reference cycles would keep it until the garbage collector runs."""
         del self.graph, self.cache, self.buffer, self._draw_tokens
 
     def begin(self, slots: Sequence[int], completions: Sequence[int], logits_KV: Tensor) -> None:
-        """Put these completions into these slots, and draw their first tokens from the logits after their prompts."""
+        """Put these completions into these slots, and sample their first tokens from the prompts' last logits."""
         completion_K, slots_K = self._index(completions), self._index(slots)
         self._tokens_S[slots_K] = self._draw_tokens(logits_KV, completion_K)
         self._completion_S[slots_K] = self._unless_ended(completion_K)
 
     def step(self, batch_size: int) -> None:
-        """Draw one token for each of the first `batch_size` slots."""
+        """Sample one token for each of the first `batch_size` slots."""
         self.graph(batch_size)
         if self._draws_apart:
             assert self._logits_SV is not None
@@ -246,7 +246,7 @@ class DecodeSlots:
         self._completion_S[self._index(slots)] = self._dummy
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Let completions continue in other slots."""
+        """Move completions to other slots."""
         sources_K, targets_K = self._index(sources), self._index(targets)
         for tensor in (self._completion_S, self._tokens_S):
             tensor[targets_K] = tensor[sources_K]
@@ -266,7 +266,7 @@ class DecodeSlots:
         self._completion_S[: len(logits_RV)] = self._unless_ended(completion_R)
 
     def _unless_ended(self, completion_R: Tensor) -> Tensor:
-        """The same completions, with the dummy in place of those that have ended."""
+        """The same completions, with the dummy in place of ended ones."""
         return completion_R.masked_fill(self.buffer.ended_N.index_select(0, completion_R), self._dummy)
 
     def _step_state(self) -> list[Tensor]:
@@ -281,17 +281,17 @@ class DecodeSlots:
 
 
 def check_request(prompts: Sequence[Prompt], group_size: int, sampling: SamplingParams, max_rows: int) -> None:
-    """Raise a UserError if settings cannot work, or if a prompt is empty."""
+    """Raise UserError if settings cannot work, or if a prompt is empty."""
     wrong = [
         f"{name}={value}: {rule}"
         for name, value, holds, rule in (
             ("group_size", group_size, group_size >= 1, "at least 1"),
             ("max_rows", max_rows, max_rows >= 1, "at least 1"),
-            ("temperature", sampling.temperature, sampling.temperature >= 0, "0 (greedy) or more"),
+            ("temperature", sampling.temperature, sampling.temperature >= 0, "at least 0 (greedy)"),
             ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1"),
-            ("top_k", sampling.top_k, sampling.top_k >= 0, "0 (off) or more"),
+            ("top_k", sampling.top_k, sampling.top_k >= 0, "at least 0 (off)"),
             ("max_new_tokens", sampling.max_new_tokens, sampling.max_new_tokens >= 1, "at least 1"),
-            ("min_new_tokens", sampling.min_new_tokens, sampling.min_new_tokens >= 0, "0 or more"),
+            ("min_new_tokens", sampling.min_new_tokens, sampling.min_new_tokens >= 0, "at least 0"),
         )
         if not holds
     ]

@@ -12,8 +12,8 @@ from flatpeak.errors import UserError
 if TYPE_CHECKING:
     from flatpeak.protocols import Tokenizer
 
-_REPLACEMENT = "�"  # the decoding of bytes that are not a whole character
-_CONTEXT = 8  # tokens decoded beyond those that a stop string can span, so that few tails need a second, longer decode
+_REPLACEMENT = "�"  # decoded from bytes that are not a whole character
+_CONTEXT = 8  # extra tokens to decode before a possible stop string, so that few tails need a second, longer decode
 
 
 def is_end_of_sequence(tokens: Tensor, eos_tokens_K: Tensor) -> Tensor:
@@ -24,13 +24,13 @@ def is_end_of_sequence(tokens: Tensor, eos_tokens_K: Tensor) -> Tensor:
 class StopStrings:
     """Finds the token that completes a stop string; decodes text only if a token could complete one.
 
-    Text is decoded with special tokens, so that "<|im_end|>" can be a stop string. A stop string may begin and end in
-    the middle of tokens, and its characters may be split over byte tokens.
+    Text is decoded with special tokens, so that "<|im_end|>" can be a stop string. A stop string may begin and end
+    inside tokens, and its characters may be split over byte tokens.
     """
 
     def __init__(self, strings: Sequence[str], tokenizer: Tokenizer):
         if any(not string for string in strings):
-            raise UserError("rollout.stop has an empty string, which would end every completion at once: remove it")
+            raise UserError("rollout.stop has an empty string, which would end every completion immediately: remove it")
         self._strings = tuple(strings)
         self._longest = max(len(string) for string in strings)
         self._span = max(len(string.encode("utf-8", "surrogatepass")) for string in strings)
@@ -46,18 +46,18 @@ class StopStrings:
         return None
 
     def _is_candidate(self, token: int) -> bool:
-        """Whether a stop string's last character can come from this token; for most tokens this is only a look-up."""
+        """Whether this token can contain a stop string's last character; usually a single look-up."""
         known = self._candidates.get(token)
         if known is None:
             text = self._decode([token])
-            # Alone, a token may lose its leading space, and part of a character becomes U+FFFD: decode to check.
+            # Alone, a token may lose its leading space, and part of a character becomes U+FFFD: decode both cases.
             uncertain = not text or _REPLACEMENT in text or " " in self._last_characters
             known = uncertain or not self._last_characters.isdisjoint(text)
             self._candidates[token] = known
         return known
 
     def _completes(self, tokens: Sequence[int], position: int) -> bool:
-        """Whether the token at `position` completes a stop string; decodes as few tokens before it as possible."""
+        """Whether the token at `position` completes a stop string; decodes as few earlier tokens as possible."""
         length = self._span + _CONTEXT
         while True:
             start = max(0, position - length)
@@ -73,8 +73,8 @@ class StopStrings:
     def _is_conclusive(self, text: str, shared: int) -> bool:
         """Whether earlier tokens could not change the result in `text`, whose first `shared` characters are old.
 
-        A tail that begins inside a character decodes to U+FFFD there; in byte-fallback vocabularies, up to the next
-        token that is not a byte. After a clean character, the text is the same as in the whole text.
+        A tail that begins inside a character decodes to U+FFFD there; byte-fallback vocabularies do so up to the next
+        token that is not a byte. After a whole character, the text is the same as in the full text.
         """
         clean = text.rstrip(_REPLACEMENT)
         if clean != text:
@@ -86,7 +86,6 @@ class StopStrings:
 
 
 def _shared_prefix(first: str, second: str) -> int:
-    """The length of the common prefix of two texts."""
     if second.startswith(first):
         return len(first)
     return next(

@@ -40,8 +40,8 @@ def test_versions_that_do_not_fit_name_who_needs_which(install: Install) -> None
     finding = reported(check_installation())["packages"]
     assert finding.status == "problem"
     assert finding.text == (
-        "flatpeak needs torch<2.14,>=2.11, and 2.9.1+cu128 is installed; "
-        "flatpeak needs absent-thing>=2, and no version is installed"
+        "flatpeak needs torch<2.14,>=2.11, but 2.9.1+cu128 is installed; "
+        "flatpeak needs absent-thing>=2, but no version is installed"
     )
     assert finding.fix == f"install torch<2.14,>=2.11, absent-thing>=2 ({TORCH_PAGE} has the builds)"
 
@@ -50,14 +50,14 @@ def test_versions_that_fit_are_one_line(install: Install) -> None:
     install("flatpeak", "0.1.0", requires=["torch<2.14,>=2.11"])
     install("torch", "2.11.0+cpu")
     finding = reported(check_installation())["packages"]
-    assert (finding.status, finding.text) == ("ok", "1 needed, all installed in versions that fit")
+    assert (finding.status, finding.text) == ("ok", "1 needed, all installed in suitable versions")
 
 
 def test_what_an_extra_of_a_requirement_asks_for_is_asked_for(install: Install) -> None:
     install("flatpeak", "0.1.0", requires=["verify[fast]"])
     install("verify", "1", requires=["runtime==4.13.2; extra == 'fast'", "other; extra == 'unused'"], extras=["fast"])
     install("runtime", "4.9.3")
-    assert unmet("flatpeak") == {"runtime==4.13.2": "verify needs runtime==4.13.2, and 4.9.3 is installed"}
+    assert unmet("flatpeak") == {"runtime==4.13.2": "verify needs runtime==4.13.2, but 4.9.3 is installed"}
 
 
 def test_damaged_metadata_count_as_a_package_that_is_not_there(install: Install) -> None:
@@ -76,10 +76,10 @@ def test_extras_are_installed_unfit_or_absent(install: Install) -> None:
     for name in ("apackage", "bpackage", "half"):
         install(name, "1")
     findings = reported(check_installation())
-    assert findings["packages"].text == "flatpeak needs bpackage==2, and 1 is installed"
+    assert findings["packages"].text == "flatpeak needs bpackage==2, but 1 is installed"
     absent = findings["extras"]
     assert (absent.status, absent.text) == ("note", "not installed: absent")
-    assert absent.fix == "install what you want of flatpeak[absent]"
+    assert absent.fix == "install those that you need: flatpeak[absent]"
 
 
 def test_a_python_older_than_the_metadata_ask_for_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,11 +113,11 @@ def test_imports_that_fail_alike_are_one_problem_of_the_first(install: Install) 
     assert [(one.text, one.fix) for one in problems] == [
         (
             "imports_lower cannot be imported: OSError: libx.so: cannot open shared object file",
-            "reinstall imports-lower, or mend what the error names",
+            "reinstall imports-lower, or fix what the error names",
         ),
         (
             "exits_at_import cannot be imported: SystemExit: no GPU",
-            "reinstall exits-at-import, or mend what the error names",
+            "reinstall exits-at-import, or fix what the error names",
         ),
     ]
 

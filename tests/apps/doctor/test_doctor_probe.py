@@ -63,7 +63,7 @@ def test_findings_before_a_crash_count_and_what_was_attempted_is_the_problem(
 def test_a_check_that_fails_before_an_attempt_is_to_be_reported(make_check: MakeCheck) -> None:
     (finding,) = Probe(make_check("1 / 0", "yield"), os.environ).findings()
     assert (finding.check, finding.status, finding.fix) == ("it", "problem", "report it, with this output")
-    assert finding.text == "this check failed itself: ZeroDivisionError: division by zero"
+    assert finding.text == "this check failed: ZeroDivisionError: division by zero"
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def test_as_many_threads_as_cores_are_fine(asked: str | None, monkeypatch: pytes
             64,
             4,
             None,
-            "64 cores, limited to 4; torch's choice of a thread for each core makes threads wait for each other",
+            "64 cores, limited to 4; torch's default of one thread per core makes threads wait for each other",
         ),
     ],
 )
@@ -75,7 +75,7 @@ def test_more_threads_than_cores_or_than_a_container_allows_are_a_note(
     ("free", "status", "text"),
     [
         (12, "ok", "12.0 GiB of 16.0 GiB free"),
-        (1, "note", "1.0 GiB of 16.0 GiB free: little more than loading torch takes"),
+        (1, "note", "1.0 GiB of 16.0 GiB free: little more than torch needs"),
     ],
 )
 def test_little_memory_is_a_note(free: int, status: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,10 +97,10 @@ def test_a_directory_of_runs_is_fine_full_or_cannot_be_written(tmp_path: Path, m
     assert (full.status, full.text) == ("problem", f"{tmp_path}/runs: 0.2 GiB free: the disk is full")
     with monkeypatch.context() as denied:
         denied.setattr(system.os, "access", lambda path, mode: (path, mode) != (tmp_path, os.R_OK | os.W_OK | os.X_OK))
-        assert reported(check_machine())["runs"].text == f"{tmp_path}/runs cannot be written"
+        assert reported(check_machine())["runs"].text == f"you cannot write to {tmp_path}/runs"
     (tmp_path / "runs").write_text("a file")
     occupied = reported(check_machine())["runs"]
-    assert occupied.text == f"{tmp_path}/runs cannot be made: {tmp_path}/runs is not a directory"
+    assert occupied.text == f"{tmp_path}/runs cannot be created: {tmp_path}/runs is not a directory"
 
 
 def raising(error: Exception) -> Any:
@@ -196,7 +196,7 @@ def test_a_driver_that_fails_is_a_note_wherever_its_program_is(
     make_program(no_gpu.parent / folder, "nvidia-smi", "echo 'NVIDIA-SMI has failed'; exit 9")
     (finding,) = gpu(monkeypatch, fake_torch(init=raising(RuntimeError("No CUDA GPUs are available"))))
     assert finding.status == "note"
-    assert finding.text == "nvidia-smi fails: exit code 9: NVIDIA-SMI has failed; runs go on the CPU"
+    assert finding.text == "nvidia-smi fails: exit code 9: NVIDIA-SMI has failed; runs use the CPU"
 
 
 def test_a_driver_that_does_not_answer_is_a_problem_where_a_gpu_is_on_the_bus(
@@ -207,25 +207,31 @@ def test_a_driver_that_does_not_answer_is_a_problem_where_a_gpu_is_on_the_bus(
     (device / "vendor").write_text("0x10de\n")
     missing = fake_torch(init=raising(RuntimeError("No CUDA GPUs are available")))
     (finding,) = gpu(monkeypatch, missing)
-    assert (finding.status, finding.text) == ("note", "an NVIDIA GPU is there, but no nvidia-smi; runs go on the CPU")
+    assert (finding.status, finding.text) == (
+        "note",
+        "this machine has an NVIDIA GPU but no nvidia-smi; runs use the CPU",
+    )
     make_program(no_gpu, "nvidia-smi", "echo 'NVIDIA-SMI has failed'; exit 9")
     (finding,) = gpu(monkeypatch, missing)
     assert finding.status == "problem"
     assert finding.text.startswith(
-        "an NVIDIA GPU is there, but its driver does not answer: exit code 9: NVIDIA-SMI has"
+        "this machine has an NVIDIA GPU, but its driver does not answer: exit code 9: NVIDIA-SMI has"
     )
 
 
 def test_no_gpu_and_no_driver_is_fine(no_gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,) = gpu(monkeypatch, fake_torch(init=raising(AssertionError("Torch not compiled with CUDA enabled"))))
-    assert (finding.status, finding.text.startswith("none: runs go on the CPU")) == ("ok", True)
+    assert (finding.status, finding.text.startswith("none: runs use the CPU")) == ("ok", True)
 
 
 def test_a_cpu_that_is_slow_in_bfloat16_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "bfloat16_slowdown", lambda: 8.64)
     finding = reported(system._bfloat16_findings())["bfloat16"]
-    assert (finding.status, finding.text) == ("note", "products take 8.6 times as long as in float32 on this CPU")
-    assert finding.fix == "model.dtype=float32 in runs on the CPU"
+    assert (finding.status, finding.text) == (
+        "note",
+        "matrix products take 8.6 times as long as in float32 on this CPU",
+    )
+    assert finding.fix == "set model.dtype=float32 in runs on the CPU"
     monkeypatch.setattr(precision, "bfloat16_slowdown", lambda: 1.9)
     assert reported(system._bfloat16_findings()) == {}
 
@@ -234,7 +240,7 @@ def test_a_cpu_that_is_slow_in_bfloat16_is_a_note(monkeypatch: pytest.MonkeyPatc
     ("setting", "status", "text"),
     [
         ("", "ok", "x86-64-v3, compiled before (AVX2, 8 numbers at a time)"),
-        ("torch", "note", "turned off by FLATPEAK_KERNELS=torch; they are x86-64-v3, compiled before"),
+        ("torch", "note", "turned off by FLATPEAK_KERNELS=torch; available: x86-64-v3, compiled before"),
     ],
 )
 def test_kernels_are_named_with_the_width_of_their_vectors(
@@ -254,7 +260,7 @@ def test_kernels_that_are_not_there_are_a_note_unless_they_were_asked_for(
     monkeypatch.setattr(build, "describe", raising(UnavailableError("no C++ compiler was found")))
     finding = reported(check_kernels())["kernels"]
     assert (finding.status, finding.fix is not None) == (status, True)
-    assert finding.text == "none, so that runs on a CPU are slower: no C++ compiler was found"
+    assert finding.text == "none, so runs on a CPU are slower: no C++ compiler was found"
 
 
 @pytest.fixture
@@ -290,7 +296,7 @@ def test_a_hub_that_is_silent_is_not_waited_for(hub: Path, monkeypatch: pytest.M
     finding = reported(check_hub())["hub"]
     forever.set()
     assert finding.status == "note"
-    assert "does not answer within 0.05 s; models and data come from the cache alone" in finding.text
+    assert "does not answer within 0.05 s; models and data come only from the cache" in finding.text
 
 
 def test_a_hub_that_answers_is_fine_and_the_token_is_never_shown(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +315,7 @@ def test_a_hub_that_answers_is_fine_and_the_token_is_never_shown(hub: Path, monk
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         finding = reported(check_hub())["hub"]
-    assert (finding.status, finding.text) == ("ok", f"{endpoint} answers; token by HF_TOKEN")
+    assert (finding.status, finding.text) == ("ok", f"{endpoint} answers; token from HF_TOKEN")
 
 
 def test_offline_is_a_note_and_a_cache_to_read_is_enough(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,5 +324,5 @@ def test_offline_is_a_note_and_a_cache_to_read_is_enough(hub: Path, monkeypatch:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     findings = reported(check_hub())
     assert findings["cache"].status == "ok"
-    assert findings["hub"].text.startswith("offline by a variable: models and data come from the cache alone")
+    assert findings["hub"].text.startswith("off by a variable: models and data come only from the cache")
     assert findings["hub"].fix == "unset HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE"

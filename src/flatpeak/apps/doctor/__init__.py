@@ -1,1 +1,1 @@
-"""Checks of the machine and the installation: what works, what is missing, and how to fix it."""
+"""Checks of the machine and the installation: what works, what is missing, and the fix."""

@@ -1,4 +1,4 @@
-"""All checks and their report: anything broken costs a line.
+"""All checks and their report: one line for each problem, however broken the installation is.
 
 `python -m flatpeak.apps.doctor.checks [--json]` prints it even if the `flatpeak` command itself does not start.
 """
@@ -34,9 +34,9 @@ _CHECK_WIDTH: Final = 14
 
 
 def examine(checks: Sequence[Check] = CHECKS) -> Generator[Finding, None, None]:
-    """The findings of all checks, which run in parallel, yielded in order as soon as they are available."""
+    """Run all checks in parallel and yield their findings in order, each as soon as it is available."""
     with ExitStack() as stack:
-        # Signals wait until everything that is started is on the stack, which will end it.
+        # Delay signals until the stack, which ends all processes, has every process that was started.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         environment, failures = _scratch(stack)
         probes = []
@@ -44,7 +44,7 @@ def examine(checks: Sequence[Check] = CHECKS) -> Generator[Finding, None, None]:
             try:
                 probes.append(Probe(check, environment))
             except OSError as error:
-                failures.append(problem("doctor", f"{check.__name__} cannot be started: {error}", "end other programs"))
+                failures.append(problem("doctor", f"{check.__name__} does not start: {error}", "end other programs"))
             else:
                 stack.callback(probes[-1].kill)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -53,37 +53,38 @@ def examine(checks: Sequence[Check] = CHECKS) -> Generator[Finding, None, None]:
 
 
 def _scratch(stack: ExitStack) -> tuple[dict[str, str], list[Finding]]:
-    """The environment of probes, in which libraries write to a temporary folder; the problem if there is none."""
+    """The environment of the probes, with a temporary folder that libraries may write to; a problem if there is
+    none."""
     try:
         folder = tempfile.TemporaryDirectory(prefix="flatpeak-doctor-", ignore_cleanup_errors=True)
     except OSError as error:
-        return {**os.environ}, [problem("temporary", str(error), "export TMPDIR=DIRECTORY, one with room")]
+        return {**os.environ}, [problem("temporary", str(error), "export TMPDIR=DIRECTORY, with free space")]
     variables = dict.fromkeys(["MPLCONFIGDIR", "TRACKIO_DIR", "TMPDIR"], stack.enter_context(folder))
     return {**os.environ, **variables}, []
 
 
 def _presentable(finding: Finding) -> Finding:
-    """The finding on single lines, without secrets, and with `~` for the user's home."""
+    """The finding on single lines, without secrets, and with `~` for the user's home directory."""
     fix = None if finding.fix is None else _hidden(finding.fix)
     return replace(finding, text=_hidden(finding.text), fix=fix)
 
 
 def _hidden(text: str) -> str:
     text = str(redact(" ".join(text.split())))
-    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home raises for a user without one
+    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home raises for a user without a home directory
     for path in {home, os.path.realpath(home)} - {"/", "~"}:
         text = re.sub(rf"(?<![\w.~-]){re.escape(path)}(?![\w-]|\.\w)", "~", text)
     return text
 
 
 def lines(finding: Finding) -> str:
-    """The finding as one or two lines of text; the second has the fix."""
+    """The finding as a line of text, and the fix as a second line."""
     line = f"{finding.status:<8} {finding.check:<{_CHECK_WIDTH}} {finding.text}"
     return line if finding.fix is None else f"{line}\n{'':<8} {'':<{_CHECK_WIDTH}} fix: {finding.fix}"
 
 
 def report(*, as_json: bool = False) -> int:
-    """Print the findings as lines, each as soon as it is available, or as a JSON list; return the exit code."""
+    """Print the findings as lines as soon as they are available, or as a JSON list; return the exit code."""
     reported = []
     with closing(examine()) as findings:
         for finding in findings:
@@ -107,19 +108,19 @@ def _write(text: str) -> None:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
     except BrokenPipeError:  # for example in `flatpeak doctor | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest of the buffer
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard the rest of the buffer
         sys.exit(1)
 
 
 def main(*, as_json: bool) -> int:
-    """Report; a signal ends this process like an exit, so that everything the doctor has started is ended too."""
+    """Report; a signal ends this process like an exit, so that every process it has started is ended too."""
 
     def leave(received: int, _: object) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # a second signal must not interrupt the cleanup
         sys.exit(128 + received)
 
     for number in ENDING:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores one
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, leave)
     return report(as_json=as_json)
 

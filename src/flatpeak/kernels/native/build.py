@@ -1,10 +1,10 @@
-"""The library of native kernels: shipped with the package, or compiled at first use by the compiler found.
+"""The library of native kernels: shipped with the package, or compiled at first use.
 
     python -m flatpeak.kernels.native.build      compiles the libraries that a wheel ships, into prebuilt/
 
-The name of a library contains a hash of source, flags and instruction set, so a fitting library is found by name. It is
-compiled for one of a few levels of instruction sets, chosen by what the processor reports: another machine that shares
-the cache loads a library only if it has the same level. It has a plain C interface, and uses neither Python nor torch.
+The name of a library contains a hash of source, flags and instruction set. It is compiled for one of a few levels of
+instruction sets, chosen by what the processor reports: machines that share a cache load each other's library only if
+they have the same level. It has a plain C interface, and uses neither Python nor torch.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ LEVELS = {
     "x86-64-v3": ("x86_64", "AVX", "avx avx2 bmi1 bmi2 f16c fma abm movbe"),
     "armv8-a": ("aarch64", "", "asimd"),
 }
-"""Instruction sets by the compiler's name, best first: machine, beginning of torch's name for it, processor flags."""
+"""Instruction sets by the compiler's names, best first: machine, prefix of torch's name for it, processor flags."""
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
 THREADS = ("-fopenmp",)
-"""Omitted if the compiler lacks OpenMP; kernels then run on one thread."""
+"""Flags that are omitted if the compiler lacks OpenMP; kernels then run on one thread."""
 COMPILERS = ("c++", "g++", "clang++")
 SECONDS = 600
-"""The longest that a compiler may take, in wall-clock time: on a busy machine it has taken over 120."""
+"""Limit of the compiler's wall-clock time: on a busy machine it has taken over 120 s."""
 TRIAL_SECONDS = 20
 CHECKSUM = 16
-"""Bytes of the checksum at the end of a compiled library, which the loader ignores."""
+"""Bytes of the checksum at the end of a compiled library; the loader ignores it."""
 TRIAL = """#include <algorithm>
 #include <cmath>
 #include <memory>
@@ -57,14 +57,14 @@ extern "C" double sum(const double* values, long count) {
     return total;
 }
 """
-"""Source that needs from a compiler what the kernels need: the standard library, threads, a shared library."""
+"""A source that tests the compiler for what the kernels need: the standard library, threads, shared libraries."""
 _FOLDER = Path(__file__).parent
 PREBUILT = _FOLDER / "prebuilt"
 """The libraries shipped with a wheel."""
 
 
 class UnavailableError(RuntimeError):
-    """Error if the kernels cannot run on a machine; the text is the reason."""
+    """Raised if the kernels cannot run on a machine; the text is the reason."""
 
 
 def library() -> ctypes.CDLL:
@@ -76,7 +76,7 @@ def library() -> ctypes.CDLL:
 
 
 def record(**values: Any) -> Any:
-    """A C structure with these values, in this order; see `_converted`. It keeps its tensors alive."""
+    """A C structure with these values in this order (see `_converted`), which keeps its tensors alive."""
     converted = {name: _converted(value) for name, value in values.items()}
     result: Any = _kind(tuple((name, type(value)) for name, value in converted.items()))(*converted.values())
     result.kept = values
@@ -91,7 +91,7 @@ def call(name: str, *arguments: Any) -> None:
 
 
 def _converted(value: Any) -> Any:
-    """A value as passed to C: int64_t, float, or the address of a tensor or structure, which may be null."""
+    """A value as an argument in C: int64_t, float, or the address of a tensor or structure, which may be null."""
     if isinstance(value, int):
         return ctypes.c_int64(value)
     if isinstance(value, float):
@@ -107,7 +107,7 @@ def _kind(fields: tuple[tuple[str, Any], ...]) -> type[ctypes.Structure]:
 
 
 def library_name() -> str:
-    """The instruction set, version and compiler of the kernels, which determine every bit of a result."""
+    """The instruction set, version and compiler of the kernels, which together determine the bits of a result."""
     compiler = library().compiler
     compiler.restype = ctypes.c_char_p
     return f"{file_name(processor_level()).removesuffix('.so')} ({compiler().decode()})"
@@ -115,7 +115,7 @@ def library_name() -> str:
 
 @cache
 def _find() -> ctypes.CDLL | str:
-    """The library, or why there is none; searched once."""
+    """The library, or the reason why there is none; cached after the first call."""
     try:
         return _load(processor_level())
     except UnavailableError as error:
@@ -125,11 +125,11 @@ def _find() -> ctypes.CDLL | str:
 def _load(level: str) -> ctypes.CDLL:
     shipped = PREBUILT / file_name(level)
     if shipped.is_file():
-        with suppress(OSError):  # made for another C library: compile
+        with suppress(OSError):  # built for another C library: compile instead
             return ctypes.CDLL(str(shipped))
     path = cache_folder() / shipped.name
     failure: OSError | None = None
-    for compiled in (False, True):  # the existing file may be damaged, or made for another C library
+    for compiled in (False, True):  # the existing file may be damaged or built for another C library
         if compiled:
             compile_library(level, path)
         try:
@@ -144,7 +144,7 @@ def _load(level: str) -> ctypes.CDLL:
 def _open(path: Path) -> ctypes.CDLL:
     """Load a compiled library; OSError if it is damaged.
 
-    The loader would crash the process on a truncated file, as a full disk or a power failure leaves it.
+    A truncated file, for example after a full disk or a power failure, would crash the process in the loader.
     """
     content = path.read_bytes()
     if content[-CHECKSUM:] != _checksum(content[:-CHECKSUM]):
@@ -157,11 +157,11 @@ def _checksum(content: bytes) -> bytes:
 
 
 def processor_level() -> str:
-    """The best level whose instructions this processor has and torch is allowed to use."""
+    """The best level whose instructions this processor has and torch may use."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
-        raise UnavailableError("this system does not say which instructions its processor has") from None
+        raise UnavailableError("this system does not report the processor's instruction sets") from None
     names = ("flags", "Features")
     flags = next((set(line.split()) for line in text.splitlines() if line.startswith(names)), set())
     capability = torch.backends.cpu.get_cpu_capability()
@@ -180,9 +180,9 @@ def file_name(level: str) -> str:
 
 
 def describe() -> str:
-    """The kernels that a run would use, in words; UnavailableError if there are none. Leaves no files behind.
+    """The kernels that a run would use, as text; UnavailableError if there are none. It leaves no files behind.
 
-    If no library is compiled yet, this compiles a few lines with the compiler and the flags of the kernels.
+    If no library exists yet, this compiles a short test source with the compiler and flags of the kernels.
     """
     level = processor_level()
     shipped = PREBUILT / file_name(level)
@@ -196,7 +196,7 @@ def describe() -> str:
         _check_folder(nearest, exists=nearest == path.parent)
         if path.exists():
             _check_owner(path.lstat(), path)
-            with suppress(OSError):  # damaged: a run would compile it again
+            with suppress(OSError):  # if it is damaged, a run compiles it again
                 _open(path)
                 return f"{level}, compiled before"
     except OSError as error:
@@ -216,7 +216,7 @@ def cache_folder() -> Path:
     """The folder of compiled libraries, created if needed; UnavailableError if others could put a library there."""
     folder = _cache_path()
     try:
-        for directory in (*reversed(folder.parents), folder):  # with `parents=True` the umask decides who may write
+        for directory in (*reversed(folder.parents), folder):  # `parents=True` would take permissions from the umask
             directory.mkdir(mode=0o700, exist_ok=True)
         _check_folder(folder)
     except OSError as error:
@@ -227,7 +227,7 @@ def cache_folder() -> Path:
 def _cache_path() -> Path:
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # a user without a home directory
         raise UnavailableError("no folder for compiled kernels: this user has no home; set XDG_CACHE_HOME") from None
     return home / "flatpeak" / "kernels"
 
@@ -235,10 +235,10 @@ def _cache_path() -> Path:
 def _check_folder(folder: Path, *, exists: bool = True) -> None:
     """UnavailableError if others could put a library into the folder, or replace the folder.
 
-    If the folder does not exist yet, the nearest existing parent is checked, which may be shared or a link.
+    If the folder does not exist yet, its nearest existing parent is checked, which may be shared or a link.
     """
     _check_owner(folder.lstat() if exists else folder.stat(), folder, shared=not exists)
-    for parent in folder.resolve().parents:  # who may rename a parent folder may replace what is below it
+    for parent in folder.resolve().parents:  # whoever may rename a parent folder may replace its contents
         _check_owner(parent.stat(), parent, shared=True)
 
 
@@ -258,7 +258,7 @@ def compile_library(level: str, path: Path) -> None:
 
 
 def _compile(sources: list[str], level: str, target: Path, *, seconds: float = SECONDS) -> bool:
-    """Make a library of the sources, with OpenMP if the compiler has it; whether it does."""
+    """Compile a library from the sources; return whether the compiler has OpenMP, which is then used."""
     compiler, last = _compiler(), ""
     try:
         for threads in (THREADS, ()):
@@ -270,7 +270,7 @@ def _compile(sources: list[str], level: str, target: Path, *, seconds: float = S
     except OSError as error:
         last = str(error)
     except subprocess.TimeoutExpired:
-        last = f"it had not ended after {seconds:g} s"
+        last = f"it did not finish within {seconds:g} s"
     raise UnavailableError(f"{compiler[0]} did not compile the kernels: {last}")
 
 
@@ -295,7 +295,7 @@ def compile_shipped() -> list[Path]:
 
 
 def _compiler() -> list[str]:
-    """The command of the compiler: $CXX, or the first one found."""
+    """The command of the compiler: $CXX, or the first that exists."""
     try:
         named = shlex.split(os.environ.get("CXX", ""))
     except ValueError as error:
@@ -309,14 +309,14 @@ def _compiler() -> list[str]:
 
 
 def _check_owner(status: os.stat_result, path: Path, *, shared: bool = False) -> None:
-    """UnavailableError where users other than this one and root could change the file or folder.
+    """UnavailableError if users other than this one and root could change the file or folder.
 
-    A `shared` folder may be written by all if only its owner can remove what is there (as in /tmp).
+    All users may write to a `shared` folder if only the owner of an entry can remove it (as in /tmp).
     """
     kept = shared and status.st_mode & stat.S_ISVTX
     writable = not kept and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if status.st_uid not in (os.geteuid(), 0) or writable or stat.S_ISLNK(status.st_mode):
-        raise UnavailableError(f"others may write to {path}: compiled kernels are kept where only this user can")
+        raise UnavailableError(f"others may write to {path}: compiled kernels need a folder that others cannot change")
 
 
 if __name__ == "__main__":

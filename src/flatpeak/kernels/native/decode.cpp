@@ -1,30 +1,30 @@
-// The forward pass of a decoder-only transformer over rows of tokens, and the draw of the next ones; float32.
+// The forward pass of a decoder-only transformer over rows of tokens, and the sampling of the next tokens; float32.
 //
-// A row is a token. It attends to a shared memory (its prompt, which the group has in common) and to one of its own
-// (its completion); a prompt is read with rows whose shared memory grows with them. No bit of a row's result depends on
-// the other rows or on the number of threads: every sum runs over its terms in an order that the row alone decides.
+// A row is a token. It attends to a shared memory (the prompt, common to the group) and to its own memory (the
+// completion). Rows that read a prompt extend the shared memory. The bits of a row's result depend neither on other
+// rows nor on the number of threads: the row alone determines the order of every sum.
 #include <vector>
 #include "products.h"
 
-struct Product { const float *weight, *bias; };  // panels [N / PANEL][K][PANEL]; a bias of as many columns, or null
-struct Norm { const float *weight, *bias; };     // with a bias LayerNorm, without one RMSNorm
-struct Layer { Norm before, between; Product qkv, out, up, down; Norm q_norm, k_norm; };  // these without weight or not
+struct Product { const float *weight, *bias; };  // panels [N / PANEL][K][PANEL]; bias [N / PANEL][PANEL] or null
+struct Norm { const float *weight, *bias; };     // LayerNorm with a bias, RMSNorm without
+struct Layer { Norm before, between; Product qkv, out, up, down; Norm q_norm, k_norm; };  // q_norm, k_norm: or null
 struct Model {
   int64_t layers, hidden, inner, heads, kv_heads, dim, vocabulary, gelu;
   float epsilon, scale;
-  const float *embedding, *positions, *cosines, *sines;  // positions or the tables of rope are null
+  const float *embedding, *positions, *cosines, *sines;  // either positions or the rope tables are null
   Norm last;
   Product head;
   const Layer* layer;
 };
-// A memory has, for each layer and key head, keys [columns / WIDTH][D][WIDTH] and then values [columns][D padded to half a vector].
-struct Memory { float* base; int64_t capacity, length; };  // columns to be had; filled, the row's own token included
-struct Row { int64_t token, output; Memory shared, own; };  // output: its row of the logits, or -1; own may be null
+// Per layer and key head, a memory has keys [columns / WIDTH][D][WIDTH], values [columns][D padded to half a vector].
+struct Memory { float* base; int64_t capacity, length; };  // columns: allocated; filled, including the row's token
+struct Row { int64_t token, output; Memory shared, own; };  // output: row of the logits, or -1; own may be null
 INLINE int64_t position(const Row& row) { return row.shared.length + row.own.length - 1; }
 
 enum Epilogue { STORE, ADD, SWIGLU, GELU };
-constexpr int CHUNK = 128, QUERIES = 4;  // rows that go through the layers together, queries that are attended together
-constexpr int TERMS = 128;  // of a product, summed in one chain: those after a huge term are rounded at its size
+constexpr int CHUNK = 128, QUERIES = 4;  // rows per pass through the layers, queries per attention call
+constexpr int TERMS = 128;  // of a product per chain of additions, because a huge term rounds all terms after it
 
 template <int M>
 INLINE void tile(const float* x, int64_t ldx, const float* w, int K, const float* bias, float* y, int64_t ldy, int end,
@@ -55,8 +55,8 @@ INLINE void tile(const float* x, int64_t ldx, const float* w, int K, const float
   }
 }
 
-// Y = X W^T + b and what follows it, called by all threads. Rows are cut into tiles of similar height. Each asks for its
-// share of the next panel: few rows would wait for memory longer than they compute. One row alone reads it in order.
+// Y = X W^T + b and its epilogue, called by all threads. Rows form tiles of similar height. Each tile prefetches its
+// share of the next panel, because few rows wait for memory longer than they compute. A single row reads in order.
 static void multiply(const float* X, int64_t ldx, int R, int K, const Product& by, int64_t N, float* Y, int64_t ldy,
                      Epilogue end, int threads) {
   int panels = (int)(padded(N, PANEL) / PANEL), tiles = (R + TALL - 1) / TALL;
@@ -85,7 +85,7 @@ static void normalize(const float* x, Norm norm, float epsilon, int n, float* y)
   for (int i = 0; i < n; i++) y[i] = norm.weight[i] * ((x[i] - mean) * factor) + (norm.bias ? norm.bias[i] : 0.f);
 }
 
-struct Pass {  // one chunk of rows on its way through the layers
+struct Pass {  // the state of one chunk of rows
   const Model& m;
   Row* rows;
   const int64_t* order;
@@ -111,7 +111,7 @@ static void rotate(float* x, const float* cosines, const float* sines, int half)
   }
 }
 
-// Norms and rope of a row's queries and keys; its key and value go to the last column of its memory.
+// Apply norms and rope to a row's queries and keys; store its key and value in the last column of its memory.
 static void remember(const Pass& pass, int64_t l, int r) {
   const Model& m = pass.m;
   const Row& row = pass.row(r);
@@ -132,7 +132,7 @@ static void remember(const Pass& pass, int64_t l, int r) {
   }
 }
 
-// Attention for one key head, of queries first ... last - 1: query n is of row n / repeats, and all share a prompt.
+// Attention of one key head for queries first ... last - 1, which share a prompt; query n belongs to row n / repeats.
 static void attend(const Pass& pass, int64_t l, int head, int first, int last, float* scores) {
   int count = last - first, D = pass.D, Dv = pass.Dv;
   float *out = scores + count * pass.most, *queries = out + count * Dv;
@@ -146,8 +146,8 @@ static void attend(const Pass& pass, int64_t l, int head, int first, int last, f
     memcpy(queries + i * D, pass.qkv + row_of(i) * pass.wide + head_of(i) * D, 4 * D);
     before = std::max(before, padded(row[i]->shared.length, WIDTH));
   }
-  // Over one memory that queries i ... end - 1 share, whose scores begin at `from`: these, minus infinity past a row's
-  // end; and values times weights.
+  // For a memory that queries i ... end - 1 share: scores from column `from` on, minus infinity past a row's end; then
+  // the values, summed with these weights.
   auto score_memory = [&](int i, int end, Memory Row::* which, int64_t from, int64_t columns) {
     float* to = scores + i * pass.most + from;
     const float* keys = pass.keys(row[i]->*which, l, head);
@@ -176,16 +176,16 @@ static void attend(const Pass& pass, int64_t l, int head, int first, int last, f
     memcpy(pass.attended + row_of(i) * pass.joined + head_of(i) * D, out + i * Dv, 4 * D);
 }
 
-static void normalize_rows(const Pass& pass, const Norm& norm) {  // by all threads
+static void normalize_rows(const Pass& pass, const Norm& norm) {  // called by all threads
 #pragma omp for schedule(static)
   for (int r = 0; r < pass.count; r++)
     normalize(pass.x + r * pass.width, norm, pass.m.epsilon, (int)pass.m.hidden, pass.normed + r * pass.width);
 }
 
-// All layers, called by all threads; `spans` bounds the queries that are attended together.
+// All layers, called by all threads; `spans` holds the bounds of the queries that share an attention call.
 static void run_layers(const Pass& pass, const std::vector<int>& spans, float* scores) {
   const Model& m = pass.m;
-  int64_t columns = m.gelu ? m.inner : 2 * padded(m.inner, PANEL / 2);  // half panels of the gate beside as much else
+  int64_t columns = m.gelu ? m.inner : 2 * padded(m.inner, PANEL / 2);  // half panels of gate and up alternate
   auto product = [&](const float* X, int64_t ldx, int64_t K, const Product& by, int64_t N, float* Y, int64_t ldy,
                      Epilogue end) { multiply(X, ldx, pass.count, (int)K, by, N, Y, ldy, end, pass.threads); };
   for (int64_t l = 0; l < m.layers; l++) {
@@ -206,11 +206,11 @@ static void run_layers(const Pass& pass, const std::vector<int>& spans, float* s
   }
 }
 
-// A chunk of rows from their tokens to the hidden states that logits are made of, each at its output's place.
+// Runs a chunk of rows from tokens to the final hidden states, which are written at the rows' output indices.
 static void run_chunk(Pass pass, float* hidden) {
   const Model& m = pass.m;
   int64_t shared = 0, own = 0;
-  std::vector<int> spans;  // up to QUERIES queries, of rows that share a prompt or of one
+  std::vector<int> spans;  // up to QUERIES queries of rows that share a prompt, or of one row
   for (int r = 0; r < pass.count; r++) {
     shared = std::max(shared, padded(pass.row(r).shared.length, WIDTH));
     own = std::max(own, padded(pass.row(r).own.length, WIDTH));
@@ -240,11 +240,11 @@ static void run_chunk(Pass pass, float* hidden) {
 }
 
 extern "C" {
-// Rows in this order: a prompt's one after the other, those of a group side by side. Logits [outputs][stride].
+// The order keeps a prompt's rows in sequence and a group's rows adjacent. Logits [outputs][stride].
 void forward(const Model* m, Row* rows, const int64_t* order, int64_t count, int64_t outputs, float* logits,
              int64_t stride, int64_t threads) {
   int64_t width = padded(m->hidden, PANEL);
-  std::unique_ptr<float[]> hidden(new float[outputs * width]());  // zeros where an output is of no row
+  std::unique_ptr<float[]> hidden(new float[outputs * width]());  // zeros for outputs without a row
   for (int64_t first = 0; first < count; first += CHUNK)
     run_chunk({*m, rows, order + first, (int)std::min<int64_t>(CHUNK, count - first), (int)threads}, hidden.get());
 #pragma omp parallel num_threads((int)threads)
@@ -256,8 +256,8 @@ int64_t panel() { return PANEL; }
 int64_t vector_width() { return WIDTH; }
 }
 
-// ---- Draws
-struct Draws {  // of `count` completions, each at a position of its own; see CompletionBuffer
+// ---- Sampling
+struct Draws {  // the state of `count` completions, each at its own position; see CompletionBuffer
   const int64_t *keys, *ends;
   int64_t *tokens, *lengths;
   float* logprobs;
@@ -272,7 +272,7 @@ static uint64_t mix(uint64_t v) {  // SplitMix64
   return v ^ (v >> 31);
 }
 
-// The first token whose cumulative weight exceeds u times the total: a block of tokens first, then within it.
+// The first token whose cumulative weight exceeds u times the total; finds its block of tokens first.
 static int64_t choose(const float* weights, int64_t columns, double u, double* total) {
   double reached = *total = 0;
   for (int64_t j = 0; j < columns; j += WIDTH) *total += sum(load(weights + j));
@@ -287,7 +287,7 @@ static int64_t choose(const float* weights, int64_t columns, double u, double* t
     last = j;
     if ((reached += weights[j]) > target) return j;
   }
-  while (last > 0 && !(weights[last] > 0)) last--;  // sums round: the last token of any weight
+  while (last > 0 && !(weights[last] > 0)) last--;  // after rounding: the last positive weight
   return last;
 }
 
@@ -298,7 +298,7 @@ extern "C" void draw(const Draws* d, const float* logits, int64_t stride, int64_
   for (int64_t r = 0; r < rows; r++) {
     int64_t c = completions[r], at = d->lengths[c];
     drawn[r] = 0;
-    if (c == d->count) continue;  // the dummy
+    if (c == d->count) continue;  // the dummy completion
     memcpy(weights, logits + r * stride, 4 * vocabulary);
     std::fill(weights + vocabulary, weights + columns, -INFINITY);
     exponentials(weights, columns, d->inverse_temperature);

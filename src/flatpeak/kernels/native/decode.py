@@ -1,7 +1,7 @@
 """Decoding by the native kernels: a model's weights as a table of pointers, and the memory of a request.
 
-A prompt has memory of exactly its length, and a slot has memory for its completion. Rows refer to both by address, so
-moving a completion to another slot copies no key. A decoding step is one call.
+A prompt has memory of exactly its length, and a slot has memory for its completion. Rows hold the addresses of both, so
+moving a completion to another slot copies no keys. A decoding step is one call.
 
     row of a slot     token | output | prompt's memory: base, capacity, length | own memory: base, capacity, length
 """
@@ -20,8 +20,8 @@ from flatpeak.kernels.native.build import call, library, record
 
 LINEAR = ("qkv", "out", "up", "down", "head")
 _LAYER = ("before", "between", *LINEAR[:4], "q_norm", "k_norm")
-"""The components of a layer, norms and products. `up` holds gate and up, one below the other, if the model has a gate
-(SwiGLU); otherwise GELU follows it. The norms of queries and keys may be missing."""
+"""The components of a layer, norms and products. If the model has a gate (SwiGLU), `up` is gate and up concatenated;
+otherwise GELU follows it. The norms of queries and keys may be missing."""
 _ROW = 8
 _TOKEN, _OUTPUT, _SHARED, _SHARED_LENGTH, _OWN, _OWN_CAPACITY, _OWN_LENGTH = 0, 1, 2, 4, 5, 6, 7
 
@@ -35,7 +35,7 @@ class Affine(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelWeights:
-    """A decoder-only transformer in float32. Positions are learned, or tables of rope for n positions."""
+    """A decoder-only transformer in float32. Positions are learned or come from rope tables for n positions."""
 
     embedding: Tensor
     positions: Tensor | None
@@ -44,7 +44,7 @@ class ModelWeights:
     last: Affine
     head: Affine
     layers: Iterable[Mapping[str, Affine]]
-    """Their components, by name; iterated once and in order, so that only one joined copy exists at a time."""
+    """The layers' components by name; iterated once and in order, so that only one joined copy exists at a time."""
     heads: int
     kv_heads: int
     epsilon: float
@@ -52,7 +52,7 @@ class ModelWeights:
 
 
 class PackedModel:
-    """A copy of a model's weights as the kernels read them; later updates of the weights do not reach it."""
+    """A copy of a model's weights in the layout of the kernels; later updates of the weights do not change it."""
 
     def __init__(self, weights: ModelWeights) -> None:
         self.width: int = library().vector_width()
@@ -89,7 +89,7 @@ class PackedModel:
         )
 
     def reach(self, positions: int) -> None:
-        """Extend the rope tables to this many positions; IndexError if the model has learned fewer."""
+        """Extend the rope tables to this many positions; IndexError if the model has learned fewer positions."""
         learned = self._positions
         if learned is not None and positions > len(learned):
             raise IndexError(f"{positions} positions are requested, but the model has {len(learned)}")
@@ -98,25 +98,25 @@ class PackedModel:
             self._model.cosines, self._model.sines = (table.data_ptr() for table in self._tables)
 
     def check(self, tokens: Tensor) -> None:
-        """IndexError if a token has no embedding: the kernels would read memory outside the table."""
+        """IndexError if a token has no embedding: the kernels would read past the table."""
         known = len(self._embedding)
         for token in tokens[(tokens < 0) | (tokens >= known)].tolist():
             raise IndexError(f"token {token} of a prompt is outside the model's vocabulary of {known}")
 
     def memory(self, count: int, columns: int) -> Tensor:
-        """Uninitialized memory for the keys and values of this many tokens, `count` times: [count, floats]."""
+        """`count` uninitialized memories for the keys and values of `columns` tokens each: [count, floats]."""
         per_column = self._dim + round_up(self._dim, self.width // 2)
         return torch.empty(count, self._memories * round_up(columns, self.width) * per_column, dtype=torch.float32)
 
     def forward(self, rows: Tensor, order: Tensor, outputs: int) -> Tensor:
-        """The logits of these rows, in this order: float32 [outputs, V]; undefined for unused rows."""
+        """The logits of these rows in this order: float32 [outputs, V]; undefined for unused rows."""
         stride = round_up(self.vocabulary, self._panel)
         logits = torch.empty(outputs, stride, dtype=torch.float32)
         call("forward", self._model, rows, order, len(order), outputs, logits, stride, torch.get_num_threads())
         return logits[:, : self.vocabulary]
 
     def _packed(self, component: str, affine: Affine | None, layer: int = 0) -> dict[str, Tensor | None]:
-        """Weight and bias as the kernels read them."""
+        """Weight and bias in the layout of the kernels."""
         weight, bias = affine or (None, None)
         if component in LINEAR and weight is not None:
             gated = component == "up" and self._gated
@@ -127,9 +127,9 @@ class PackedModel:
 
 
 def _panels(rows: Tensor, size: int, *, gated: bool = False) -> Tensor:
-    """Rows in panels of this size, the last filled up with zeros: [panels, size, ...].
+    """Rows in panels of this size, with the last padded with zeros: [panels, size, ...].
 
-    Half a panel of the gate is followed by half a panel of what it gates, so that the kernel has both in registers.
+    Half panels of the gate alternate with half panels of what it gates, so that the kernel has both in registers.
     """
     if gated:
         return torch.cat([_panels(each, size // 2) for each in rows.chunk(2)], 1)
@@ -148,8 +148,8 @@ class NativeCache:
     """Keys and values of one request; implements protocols.DecodeState."""
 
     prefill_tokens = 512
-    """Prompt tokens per pass. Rows go through the layers 128 at a time, so more would gain nothing, and a request's
-    first tokens are drawn after its first pass."""
+    """Prompt tokens per pass. Longer passes gain nothing, because the layers process 128 rows at a time, and would
+    delay the first tokens."""
 
     def __init__(self, model: PackedModel, *, slots: int, longest_prompt: int, new_tokens: int) -> None:
         model.reach(longest_prompt + new_tokens)
@@ -163,7 +163,7 @@ class NativeCache:
         self._order: Tensor | None = None  # of the slots being decoded, grouped by prompt
 
     def prefill(self, prompts: Sequence[Sequence[int]], entries: Sequence[int]) -> Tensor:
-        """Read prompts into these entries; the logits after each, float32 [P, V]."""
+        """Read prompts into these entries; return the logits after each, float32 [P, V]."""
         tokens = torch.tensor([token for token_ids in prompts for token in token_ids])
         self._model.check(tokens)
         rows = torch.zeros(len(tokens), _ROW, dtype=torch.int64)
@@ -180,10 +180,10 @@ class NativeCache:
         return self._model.forward(rows, torch.arange(len(rows)), len(prompts))
 
     def decode(self, tokens_R: Tensor) -> Tensor:
-        """Append a token to each of the first R slots; the logits after it, float32 [R, V]."""
+        """Append a token to each of the first R slots; return the logits after it, float32 [R, V]."""
         rows = self._rows[: len(tokens_R)]
         rows[:, _TOKEN] = tokens_R
-        # A slot whose completion has ended stays at its last column until another completion takes its place.
+        # The slot of an ended completion stays at its last column until another completion replaces it.
         torch.minimum(rows[:, _OWN_LENGTH] + 1, rows[:, _OWN_CAPACITY], out=rows[:, _OWN_LENGTH])
         if self._order is None:
             prompts, slots = rows[:, _SHARED].sort(stable=True)
@@ -191,14 +191,14 @@ class NativeCache:
         return self._model.forward(rows, self._order, len(rows))
 
     def drawing(self, buffer: Any) -> Callable[[Tensor, Tensor], Tensor]:
-        """Draw a CompletionBuffer's tokens by these kernels; by the buffer's code if it filters or is greedy."""
+        """Sample a CompletionBuffer's tokens by these kernels, or by the buffer's code if it filters or is greedy."""
         if buffer.plain_draws is None:
             own: Callable[[Tensor, Tensor], Tensor] = buffer.draw
             return own
         tensors = dict(buffer.plain_draws)
         inverse_temperature = 1 / tensors.pop("temperature")
         num_ends, (completions, limit) = len(tensors["ends"]), tensors["tokens"].shape
-        count = completions - 1  # the last is a dummy
+        count = completions - 1  # the last completion is a dummy
         draws = record(**tensors, num_ends=num_ends, count=count, limit=limit, inverse_temperature=inverse_temperature)
 
         def draw(logits_RV: Tensor, completion_R: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ class NativeCache:
         return draw
 
     def admit(self, slots: Sequence[int], entries: Sequence[int]) -> None:
-        """Begin completions in these slots, each with the prompt in its entry."""
+        """Start completions in these slots, each with the prompt in its entry."""
         prompts = [(memory.data_ptr(), length, length) for memory, length in map(self._prompts.__getitem__, entries)]
         index = torch.tensor(slots)
         self._rows[index, _SHARED:_OWN] = torch.tensor(prompts)
@@ -236,7 +236,7 @@ class NativeCache:
         self._order = None
 
     def _release(self, entry: int) -> None:
-        """Free the memory of an entry's prompt, and stop decoding slots that still hold a completion of it."""
+        """Free the memory of an entry's prompt, and stop decoding the slots of its completions."""
         if entry in self._prompts:
             memory, _ = self._prompts.pop(entry)
             self._rows[self._rows[:, _SHARED] == memory.data_ptr(), _SHARED] = 0

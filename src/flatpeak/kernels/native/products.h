@@ -1,12 +1,12 @@
-// The products of small matrices that all kernels are made of: sums held in registers, over rows read in order.
+// Products of small matrices, used by all kernels: they hold sums in registers and read rows in order.
 #pragma once
 #include "vectors.h"
 
-constexpr int TALL = 6;  // rows of a tile of registers
+constexpr int TALL = 6;  // rows in a tile of registers
 
-struct Ahead { const float* next; int64_t step; };  // memory that is asked for while a sum is made, `step` floats a term
+struct Ahead { const float* next; int64_t step; };  // memory to prefetch during a sum, `step` floats per term
 
-// acc[m][t] += sum over k < K of a[m][k] b[k][t], where rows, terms and vectors lie these steps apart.
+// acc[m][t] += sum over k < K of a[m][k] b[k][t]; the other arguments are the strides of rows, terms and vectors.
 template <class V, int M, int T>
 INLINE void accumulate(V (&acc)[M][T], const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t b_step,
                        int64_t b_vector, int64_t K, Ahead ahead = {}) {
@@ -26,7 +26,7 @@ INLINE void accumulate(V (&acc)[M][T], const float* a, int64_t a_row, int64_t a_
   }
 }
 
-// scores = scale Q K^T of up to Most rows of queries, for keys in blocks [columns / WIDTH][D][WIDTH]
+// scores = scale Q K^T for up to Most rows of queries, with keys in blocks [columns / WIDTH][D][WIDTH]
 template <int Most>
 INLINE void score(int count, const float* queries, int64_t query_row, const float* keys, int64_t columns, int64_t D,
                   float scale, float* scores, int64_t score_row) {
@@ -44,7 +44,7 @@ INLINE void score(int count, const float* queries, int64_t query_row, const floa
   });
 }
 
-// out += W V of up to Most rows of weights, for values in rows of `width` floats, a number of halves of a vector
+// out += W V for up to Most rows of weights, with values in rows of `width` floats, a multiple of half a vector
 template <int Most>
 INLINE void weigh(int count, const float* weights, int64_t weight_row, int64_t step, const float* values, int64_t stride,
                   int64_t columns, int64_t width, float* out, int64_t out_row) {

@@ -1,21 +1,21 @@
-// What a training pass takes beside the products of linear layers, forward and backward: attention over a packed row,
-// RMSNorm, SwiGLU and GELU; float32. No bit of a result depends on the number of threads: what is summed over rows of
-// the batch is summed by one thread, or in blocks of rows that are as large whatever the threads.
+// The operations of a training pass apart from linear layers, forward and backward: attention over a packed row,
+// RMSNorm, SwiGLU and GELU; float32. The bits of a result do not depend on the number of threads: one thread sums over
+// the rows of the batch, or threads sum blocks of fixed size.
 #include "products.h"
 
-// ---- Attention. A group is a prompt and its responses, each a segment of rows; dim is a number of halves of a vector.
+// ---- Attention. A group is a prompt and its responses; each is a segment of rows. dim is a multiple of half a vector.
 struct Segment { int64_t first, length; };
 struct Attention {
   int64_t heads, kv_heads, dim, groups;
-  const int64_t* bounds;  // of group g: segments bounds[g] (its prompt) to bounds[g + 1] - 1
+  const int64_t* bounds;  // group g has segments bounds[g] (the prompt) to bounds[g + 1] - 1
   const Segment* segments;
   const float *q, *k, *v;
-  int64_t q_row, k_row, v_row;  // steps from a row to the next; the heads of a row stand side by side
+  int64_t q_row, k_row, v_row;  // row strides; the heads of a row are contiguous
   float scale;
 };
-constexpr int64_t BLOCK = 48;  // queries whose weights are held while gradients of keys are summed over them
+constexpr int64_t BLOCK = 48;  // queries per block in the backward pass, whose weights are held to sum key gradients
 
-struct Blocks {  // keys or values of a segment for one head, as `score` reads them: [length / WIDTH][D][WIDTH]
+struct Blocks {  // keys or values of a segment for one head, in the layout of `score`: [length / WIDTH][D][WIDTH]
   std::unique_ptr<float[]> memory;
   int64_t capacity = 0;
   void pack(const float* rows, int64_t stride, int64_t length, int64_t D) {
@@ -27,13 +27,13 @@ struct Blocks {  // keys or values of a segment for one head, as `score` reads t
   }
 };
 
-struct Scratch {  // of one thread: its blocks, and columns of scores and their gradients for up to BLOCK queries
+struct Scratch {  // of one thread: blocks, and scores and their gradients for up to BLOCK queries
   Blocks prompt_keys, own_keys, prompt_values, own_values;
   std::unique_ptr<float[]> weights, slopes;
   int64_t columns;
 };
 
-// One segment and one query head: its queries see the prompt (of length 0 where the segment is one) and their own past.
+// A segment and a query head. Queries see the prompt (of length 0 if the segment is a prompt) and earlier rows.
 struct Head {
   const Attention& a;
   Segment prompt, own;
@@ -46,14 +46,14 @@ struct Head {
   int64_t gradient(const Segment& segment) const { return (segment.first * a.kv_heads + kv_head) * a.dim; }
 };
 
-// Products of up to TALL rows x with the keys or values that query t and those after it see.
+// Products of up to TALL rows x, starting at query t, with the keys or values that they see.
 static void score_seen(const Head& h, const float* x, int64_t stride, int count, int64_t t, const Blocks& prompt,
                        const Blocks& own, float scale, float* scores, int64_t columns) {
   score<TALL>(count, x, stride, prompt.memory.get(), h.before(), h.a.dim, scale, scores, columns);
   score<TALL>(count, x, stride, own.memory.get(), padded(t + count, WIDTH), h.a.dim, scale, scores + h.before(), columns);
 }
 
-// Minus infinity for columns from `end` on, up to a multiple of WIDTH that is not before `last`
+// Write minus infinity to columns from `end` to `last`, rounded up to a multiple of WIDTH.
 static void hide(float* scores, int64_t end, int64_t last) {
   for (int64_t j = end / WIDTH * WIDTH; j < last; j += WIDTH)
     store(scores + j, lanes() + (int)j < (int)end ? load(scores + j) : fill(-INFINITY));
@@ -64,7 +64,7 @@ static void hide_unseen(const Head& h, float* scores, int64_t t, int64_t last) {
   hide(scores + h.before(), t + 1, last + 1);
 }
 
-// out += weights times prompt's and own rows (keys or values)
+// out += weights times the rows (keys or values) of the prompt and the segment
 static void weigh_seen(const Head& h, const float* weights, int64_t columns, int count, int64_t t, const float* prompt,
                        const float* own, int64_t stride, float* out, int64_t out_row) {
   weigh<TALL>(count, weights, columns, 1, prompt, stride, h.prompt.length, h.a.dim, out, out_row);
@@ -102,7 +102,7 @@ static void sum_over_queries(const Head& h, const float* weights, int64_t column
                 to + j * row, row);
 }
 
-// Weights p = exp(score - log sum) again, and d loss / d score = scale p (d p - sum over keys of p d p).
+// Recompute the weights p = exp(score - log sum); d loss / d score = scale p (d p - sum over keys of p d p).
 static void differentiate_weights(const Head& h, const Gradients& g, int64_t t, int64_t columns, float* p, float* ds) {
   const float *output = g.output + h.result(t), *gradient = g.of_output + h.result(t);
   float mean = total(h.a.dim, [](auto a, auto b) __attribute__((always_inline)) { return a * b; }, output, gradient);
@@ -141,7 +141,7 @@ static void attend_backward(const Head& h, Scratch& s, const Gradients& g) {
   }
 }
 
-// `run` for every segment and query head; a group's segments and the queries of a key head by one thread, in order.
+// Call `run` for each segment and query head; one thread runs all of a group's segments for a key head, in order.
 template <class F> static void each_head(const Attention& a, bool backward, int threads, F run) {
   int64_t columns = 0;
   for (int64_t g = 0; g < a.groups; g++)
@@ -167,8 +167,8 @@ template <class F> static void each_head(const Attention& a, bool backward, int 
   }
 }
 
-// ---- RMSNorm, SwiGLU and GELU, of rows whose length is a multiple of WIDTH
-constexpr int64_t ROWS = 128;  // rows over which a thread sums the gradient of a weight
+// ---- RMSNorm, SwiGLU and GELU, for rows with a multiple of WIDTH numbers
+constexpr int64_t ROWS = 128;  // rows per partial sum of a weight's gradient
 
 // d x = r (w d y - x r^2 mean(w d y x)) with r = 1 / sqrt(mean(x^2) + epsilon); d w += r x d y.
 static void norm_backward(const float* x, const float* w, const float* dy, float r, int64_t H, float* dx, float* dw) {
@@ -181,12 +181,12 @@ static void norm_backward(const float* x, const float* w, const float* dy, float
 }
 
 extern "C" {
-// Added to zeros: output [S, heads, dim]. Written: log sum exp of each query's scores, [S, heads].
+// Adds to output [S, heads, dim], which must be zeros. Writes log sum exp of each query's scores, [S, heads].
 void attention(const Attention* a, float* output, float* log_sums, int64_t threads) {
   each_head(*a, false, (int)threads, [&](const Head& h, Scratch& s) { attend(h, s, output, log_sums); });
 }
 
-// Gradients [S, heads, dim], [S, kv_heads, dim] are added to.
+// Adds to the gradients [S, heads, dim] and [S, kv_heads, dim].
 void attention_backward(const Attention* a, const Gradients* g, int64_t threads) {
   each_head(*a, true, (int)threads, [&](const Head& h, Scratch& s) { attend_backward(h, s, *g); });
 }
@@ -200,7 +200,7 @@ void rms_norm(const float* x, const float* w, int64_t S, int64_t H, float epsilo
   }
 }
 
-// `partial`, zeros, has a row for every ROWS of x: their sum is the gradient of w.
+// `partial` has a row of zeros for every ROWS rows of x; their sum becomes the gradient of w.
 void rms_norm_backward(const float* x, const float* w, const float* r, const float* dy, int64_t S, int64_t H, float* dx,
                        float* partial, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads((int)threads)
@@ -209,7 +209,7 @@ void rms_norm_backward(const float* x, const float* w, const float* r, const flo
       norm_backward(x + s * H, w, dy + s * H, r[s], H, dx + s * H, partial + block * H);
 }
 
-// SwiGLU x sigmoid(x) up, or where `up` is null GELU by tanh, which is x sigmoid(c (x + a x^3))
+// SwiGLU, x sigmoid(x) up; if `up` is null, GELU by tanh, which is x sigmoid(c (x + a x^3))
 void activation(const float* x, const float* up, int64_t count, float* y, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads((int)threads)
   for (int64_t i = 0; i < count; i += WIDTH) {
@@ -223,7 +223,7 @@ void activation_backward(const float* x, const float* up, const float* dy, int64
 #pragma omp parallel for schedule(static) num_threads((int)threads)
   for (int64_t i = 0; i < count; i += WIDTH) {
     Vec v = load(x + i), d = load(dy + i), exponent = up ? v : gelu_exponent(v);
-    Vec s = sigmoid(exponent), rest = s * exponential(-exponent);  // 1 - s, of which a difference leaves few digits
+    Vec s = sigmoid(exponent), rest = s * exponential(-exponent);  // 1 - s, without the cancellation of a subtraction
     Vec slope = up ? fill(1.f) : GELU_FACTOR * (1.f + 3 * GELU_CUBE * v * v);
     if (up) store(dup + i, d * v * s);
     store(dx + i, (up ? d * load(up + i) : d) * (s + s * rest * v * slope));

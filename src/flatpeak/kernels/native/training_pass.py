@@ -1,6 +1,6 @@
 """Attention, RMSNorm, SwiGLU and GELU of training passes by the native kernels, as functions of autograd.
 
-float32 on a CPU, differentiable once. The products of linear layers stay with kernels.matmul.
+float32 on a CPU, differentiable once. kernels.matmul has the products of linear layers.
 
 Shape letters: S tokens of a packed row, Hq query heads, Hkv key heads, D head dimension.
 """
@@ -21,16 +21,16 @@ from flatpeak.kernels.native.build import call, library, record
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Groups:
-    """Prompts of a packed row, each with its responses. A segment of rows attends to itself and its prompt."""
+    """Prompts of a packed row with their responses. A segment of rows attends to itself and its group's prompt."""
 
     bounds: Tensor
-    """int64 [groups + 1]: the first segment of each group, which is its prompt, and the number of segments."""
+    """int64 [groups + 1]: the index of each group's first segment, its prompt; then the number of segments."""
     segments: Tensor
     """int64 [segments, 2]: first row and number of rows."""
 
 
 def attention(states: Sequence[Tensor], groups: Groups, scale: float) -> Tensor:
-    """softmax(scale q k) v within the groups, [S, Hq, D], of q [S, Hq, D], k and v [S, Hkv, D]; 0 in other rows."""
+    """softmax(scale q k) v within groups, [S, Hq, D], for q [S, Hq, D] and k, v [S, Hkv, D]; 0 in other rows."""
     output: Tensor = _PackedAttention.apply(*states, groups, scale)
     return output
 
@@ -59,7 +59,7 @@ class _PackedAttention(torch.autograd.Function):
 
 
 def _whole_halves(states: Tensor) -> Tensor:
-    """States [S, H, D] with heads side by side, and D padded with zeros to a multiple of half a vector."""
+    """States [S, H, D] with contiguous heads, and D padded with zeros to a multiple of half a vector."""
     missing = -states.shape[-1] % (library().vector_width() // 2)
     if missing:
         return F.pad(states, (0, missing))
@@ -86,7 +86,7 @@ def _described(states: Sequence[Tensor], groups: Groups, scale: float) -> Any:
 
 
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """w x / sqrt(mean(x^2) + epsilon) over the last dimension, a multiple of a vector's width."""
+    """w x / sqrt(mean(x^2) + epsilon) over the last dimension, which must be a multiple of the vector width."""
     output: Tensor = _RMSNorm.apply(states, weight, epsilon)
     return output
 
@@ -113,13 +113,13 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) up, for a number of elements that is a multiple of a vector's width."""
+    """silu(gate) up; the number of elements must be a multiple of the vector width."""
     output: Tensor = _Activation.apply(gate, up)
     return output
 
 
 def gelu(states: Tensor) -> Tensor:
-    """x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, for a number of elements that is a multiple of that width."""
+    """x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2; the number of elements as in `swiglu`."""
     output: Tensor = _Activation.apply(states, None)
     return output
 

@@ -1,5 +1,5 @@
-// Vectors as wide as the instruction set that the file is compiled for, by the vector types of GCC and clang.
-// Wider ones would be cut into pieces on the stack: 16 floats on AVX2 took thirty times as long.
+// Vectors as wide as the target instruction set, by the vector types of GCC and clang. Wider vectors would be split on
+// the stack: 16 floats on AVX2 took thirty times as long.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -9,16 +9,16 @@
 #include <type_traits>
 
 #if defined(__AVX512F__)
-constexpr int WIDTH = 16, TILE = 4;  // floats of a vector, vectors side by side in a tile of registers
+constexpr int WIDTH = 16, TILE = 4;  // floats per vector, vectors per row of a register tile
 #elif defined(__AVX2__)
 constexpr int WIDTH = 8, TILE = 2;
 #else
 constexpr int WIDTH = 4, TILE = 4;
 #endif
-constexpr int PANEL = WIDTH * TILE;  // columns of a panel of a packed weight
+constexpr int PANEL = WIDTH * TILE;  // columns per panel of a packed weight
 
 typedef float Vec __attribute__((vector_size(4 * WIDTH)));
-typedef float Half __attribute__((vector_size(2 * WIDTH)));  // for rows of an odd number of halves
+typedef float Half __attribute__((vector_size(2 * WIDTH)));  // for rows with an odd number of half vectors
 typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
 struct Floats {  // uninitialized memory
   std::unique_ptr<float[]> memory;
@@ -33,11 +33,11 @@ template <class V = Vec> INLINE V load(const float* p) {
   return v;
 }
 template <class V> INLINE void store(float* p, V v) { memcpy(p, &v, sizeof v); }
-INLINE Vec fill(float a) { return a - Vec{}; }  // 0 + a would be an addition: it makes 0 of -0
+INLINE Vec fill(float a) { return a - Vec{}; }  // not 0 + a, which turns -0 into 0
 INLINE Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 INLINE int64_t padded(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-template <class F> INLINE float fold(Vec a, F f) {  // halves onto halves: a fixed order
+template <class F> INLINE float fold(Vec a, F f) {  // folds halves in a fixed order
   float part[WIDTH];
   memcpy(part, &a, sizeof part);
   for (int s = WIDTH / 2; s; s >>= 1)
@@ -63,7 +63,7 @@ INLINE Ints lanes() {  // 0, 1, 2, ...
 
 // exp to about 1 ulp: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2] (coefficients: Cephes, expf); 0 below -87.3.
 INLINE Vec exponential(Vec given) {
-  const Vec magic = fill(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
+  const Vec magic = fill(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
   Vec x = larger(given, fill(-87.3f));
   x = x < fill(88.f) ? x : fill(88.f);
   Vec n = x * 1.44269504089f + magic;
@@ -78,11 +78,11 @@ INLINE Vec exponential(Vec given) {
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.f;
   Vec result = given < fill(-87.3f) ? Vec{} : p * (Vec)power;
-  return given == given ? result : given;  // NaN stays
+  return given == given ? result : given;  // keep NaN
 }
 
 struct Softmax { float largest, total; };
-// x[j] = exp(factor (x[j] - largest)) for n numbers, a multiple of WIDTH, and their sum.
+// Replaces each of n numbers (a multiple of WIDTH) by exp(factor (x[j] - largest)); returns the maximum and the sum.
 INLINE Softmax exponentials(float* x, int64_t n, float factor) {
   Vec best = load(x), total{};
   for (int64_t j = WIDTH; j < n; j += WIDTH) best = larger(best, load(x + j));
@@ -101,7 +101,7 @@ constexpr float GELU_FACTOR = 1.5957691216f, GELU_CUBE = 0.044715f;  // 2 sqrt(2
 INLINE Vec gelu_exponent(Vec x) { return GELU_FACTOR * (x + GELU_CUBE * x * x * x); }
 INLINE Vec gelu(Vec x) { return x * sigmoid(gelu_exponent(x)); }
 
-// f(std::integral_constant<int, n>) for n in 1 ... Most, so that loops over n can be unrolled.
+// f(std::integral_constant<int, n>) for n in 1 ... Most, so that the compiler can unroll loops over n.
 template <int Most, class F> INLINE void with_count(int n, F f) {
   if constexpr (Most > 1) {
     if (n < Most) return with_count<Most - 1>(n, f);

@@ -1,4 +1,4 @@
-"""vLLM servers as a sampler: completions drawn over HTTP by weights that follow the trainer's."""
+"""vLLM servers as a sampler: they sample completions over HTTP with weights that follow the trainer's."""
 
 from typing import TYPE_CHECKING
 

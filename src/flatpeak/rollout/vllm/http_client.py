@@ -1,7 +1,7 @@
-"""JSON over HTTP by the standard library, with errors by what can be done about them.
+"""JSON over HTTP by the standard library, with error types by the possible remedy.
 
-Every call is a connection of its own, so that a server which was started anew needs no special treatment, and threads
-share nothing. Proxies of the environment are not used.
+Every call opens a new connection, so restarted servers need no special treatment and threads share nothing. Proxies
+from the environment are not used.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from flatpeak.errors import brief
 from flatpeak.utils.redaction import NO_KEY, Secret
 
 RETRIED_STATUSES: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-"""Answers of servers that are late, busy, starting or in trouble; all others would come again."""
+"""Statuses of servers that are late, busy, starting or failing; a retry of any other status would fail again."""
 CONNECT_SECONDS: Final = 10.0
-"""Longest wait for a connection: a machine that has vanished does not even refuse one."""
+"""Connection timeout in seconds: a machine that has vanished does not refuse connections."""
 _PIECE: Final = 1 << 16
 
 
 class ServerError(Exception):
-    """A request that got no usable answer."""
+    """A request without a usable answer."""
 
 
 class UnreachableError(ServerError):
-    """No connection: the server is down, or not up yet."""
+    """No connection: the server has stopped or is still starting."""
 
 
 class LostAnswerError(ServerError):
-    """A connection that broke, or an answer that was late or incomplete."""
+    """A broken connection, or an answer that was late or incomplete."""
 
 
 class UnreadableAnswerError(ServerError):
-    """An answer that is not JSON of the expected form."""
+    """An answer that is not JSON, or not of the expected form."""
 
 
 class StatusError(ServerError):
@@ -51,7 +51,7 @@ class StatusError(ServerError):
         self.status = status
         self.text = text
         self.retry_after = retry_after
-        """Seconds after which to try again, if the server says so."""
+        """Seconds after which to retry, if the server gives them."""
 
     @property
     def retried(self) -> bool:
@@ -63,7 +63,7 @@ class HTTPClient:
     """Requests to one server."""
 
     def __init__(self, url: str, *, timeout: float, key: Secret) -> None:
-        """`url` is http://HOST:PORT, with a path before the server's own if there is one; `timeout` is in seconds."""
+        """`url` is http://HOST:PORT, with the path prefix of the server if it has one; `timeout` is in seconds."""
         self.url = url.rstrip("/")
         parts = urlsplit(self.url)
         self._secure = parts.scheme == "https"
@@ -79,11 +79,11 @@ class HTTPClient:
         return self._request("GET", path, None, query, timeout)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, **query: str) -> Any:
-        """The JSON of a POST request; None where the answer is empty."""
+        """The JSON of a POST request; None for an empty answer."""
         return self._request("POST", path, body, query, None)
 
     def own_address(self) -> tuple[str, socket.AddressFamily]:
-        """This machine's address on the way to the server, and its family; UnreachableError where there is no way."""
+        """This machine's address as the server sees it, and its family; UnreachableError if there is no route."""
         parts = urlsplit(self.url)
         port = parts.port or (443 if self._secure else 80)
         try:
@@ -94,11 +94,11 @@ class HTTPClient:
             raise UnreachableError(f"no connection ({brief(error)})") from error
 
     def abort(self) -> None:
-        """Break off all requests without an answer: LostAnswerError in the threads that made them."""
+        """Abort all requests without an answer: the threads that made them get LostAnswerError."""
         with self._changing:
             for connected in self._open:
                 with suppress(OSError):
-                    # Not the method of a TLS socket, which takes the session from under the thread that reads.
+                    # The method of a TLS socket would discard the session while another thread reads.
                     socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
     def _request(
@@ -147,12 +147,12 @@ class HTTPClient:
         connection.request(method, target, body=None if body is None else json.dumps(body), headers=headers)
         response = connection.getresponse()
         pieces = []
-        # The socket's own limit is one of silence: an answer in drops would take as long as it likes.
+        # The socket's timeout restarts with every byte, so a slow answer could take forever.
         while piece := response.read1(_PIECE):
             pieces.append(piece)
             left = deadline - time.monotonic()
             if left <= 0:
-                raise TimeoutError("timed out while the answer was coming")
+                raise TimeoutError("timed out while receiving the answer")
             connected.settimeout(left)
         raw = b"".join(pieces)
         announced = response.headers.get("Content-Length")
@@ -162,19 +162,18 @@ class HTTPClient:
 
 
 def _content(headers: http.client.HTTPMessage, raw: bytes) -> Any:
-    """The JSON of an answer."""
     if not raw.strip():
         return None
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:
-        if headers.get_content_type() == "text/plain":  # the endpoints of adapters answer so
+        if headers.get_content_type() == "text/plain":  # as the adapter endpoints answer
             return None
         raise UnreadableAnswerError(f"the answer is not JSON ({brief(error)})") from error
 
 
 def _error_text(raw: bytes) -> str:
-    """The message in an error of vLLM, or the text as it is."""
+    """The message in a vLLM error, or the text as it is."""
     try:
         content = json.loads(raw)
         error = content.get("error", content.get("detail", content))

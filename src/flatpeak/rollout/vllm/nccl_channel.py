@@ -1,9 +1,9 @@
-"""Weights by NCCL: a communicator of the trainer, as rank 0, and the workers of one server.
+"""Weight transfer by NCCL: a communicator of the trainer, as rank 0, and the workers of one server.
 
-The library is the one that torch has loaded, called as nccl.h declares it. The communicator never blocks the process:
-every call is polled, so that a server that fails ends a transfer instead of holding it. vLLM's half, and what the two
-agree on, is `NCCLWeightTransferEngine` (vllm/distributed/weight_transfer/nccl_engine.py, nccl_common.py, 0.32): the
-unique id over HTTP, an all-reduce of one float32, then a broadcast for each tensor in its own type.
+The code calls the library that torch has loaded, as declared in nccl.h. The communicator never blocks the process:
+every call is polled, so a failing server ends a transfer instead of blocking it. vLLM's half is
+`NCCLWeightTransferEngine` (vllm/distributed/weight_transfer/nccl_engine.py, nccl_common.py, 0.32). The protocol: the
+unique id over HTTP, an all-reduce of one float32, then a broadcast of each tensor in its own type.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TYPES: Final = {
     torch.float64: 8,
     torch.bfloat16: 9,
 }
-"""Numbers of ncclDataType_t."""
+"""Values of ncclDataType_t."""
 SUCCESS, IN_PROGRESS, SUM = 0, 7, 0
 _POLL: Final = 0.001
 
@@ -42,7 +42,7 @@ class UniqueId(ctypes.Structure):
 
 
 class Config(ctypes.Structure):
-    """ncclConfig_t as of NCCL 2.14, which later ones read by its version."""
+    """The type ncclConfig_t of NCCL 2.14; later versions accept it by its version field."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -53,7 +53,7 @@ class Config(ctypes.Structure):
 
 
 class NCCLError(ServerError):
-    """A call of NCCL that failed."""
+    """An NCCL call that failed."""
 
 
 class NCCLChannel:
@@ -62,19 +62,19 @@ class NCCLChannel:
     backend: ClassVar[str] = "nccl"
 
     def __init__(self, workers: int, device: torch.device) -> None:
-        """`device` is the GPU of the trainer, which none of the workers may use."""
+        """`device` is the trainer's GPU; no worker may use it."""
         self._size = workers + 1
         self._device = device
         self._nccl = load_library()
         self._comm = ctypes.c_void_p()
-        # Its own, or a server that fails would hold up the transfers to the others.
+        # A separate stream, so that a failing server does not block transfers to other servers.
         self._stream = torch.cuda.Stream(device)
         self._handle = self._stream.cuda_stream
         self._id = UniqueId()
         self._check(self._nccl.ncclGetUniqueId(ctypes.byref(self._id)))
 
     def init_info(self) -> Mapping[str, Any]:
-        """The unique id, and the ranks of the workers: from 1."""
+        """The unique id, and the first rank of the workers, 1."""
         return {
             "nccl_unique_id_b64": base64.b64encode(bytes(self._id)).decode(),
             "rank_offset": 1,
@@ -83,7 +83,7 @@ class NCCLChannel:
         }
 
     def join(self, check: Callable[[], None]) -> None:
-        """Make the communicator, and the all-reduce with which vLLM's workers begin."""
+        """Create the communicator, and run the all-reduce that vLLM's workers start with."""
         config = Config(size=ctypes.sizeof(Config), magic=0xCAFEBEEF, version=21400, blocking=0)
         nccl, stream = self._nccl, self._stream
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
@@ -100,25 +100,25 @@ class NCCLChannel:
         """Broadcast all tensors, one after the other."""
         stream = self._stream
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            stream.wait_stream(torch.cuda.default_stream(self._device))  # where the optimizer has stepped
+            stream.wait_stream(torch.cuda.default_stream(self._device))  # the optimizer's stream
             for name, weight in weights:
                 if weight.dtype not in TYPES:
                     raise UserError(f"{name} is {weight.dtype}, which NCCL lacks: set rollout.engine.sync=reload")
-                # Memory of a copy that is freed here goes to later work of this stream alone.
+                # Memory of a copy freed here is reused only by later work on this stream.
                 content = weight.detach().to(self._device).contiguous()
                 at, count, kind = content.data_ptr(), content.numel(), TYPES[content.dtype]
                 self._start(self._nccl.ncclBroadcast(at, at, count, kind, 0, self._comm, self._handle), check)
             self._finish(check)
 
     def close(self) -> None:
-        """Abort the communicator, which ends whatever of it still runs on the GPU."""
+        """Abort the communicator, including its work on the GPU."""
         if self._comm:
             with torch.cuda.device(self._device):
                 self._nccl.ncclCommAbort(self._comm)
             self._comm = ctypes.c_void_p()
 
     def _start(self, result: int, check: Callable[[], None]) -> None:
-        """Wait until a call is under way, which returns before it is."""
+        """Wait until a call has started, because it returns earlier."""
         state = ctypes.c_int(result)
         while state.value == IN_PROGRESS:
             check()
@@ -127,7 +127,7 @@ class NCCLChannel:
         self._check(state.value)
 
     def _finish(self, check: Callable[[], None]) -> None:
-        """Wait until the GPU has done what was started."""
+        """Wait until the GPU has finished the started work."""
         event, state = self._stream.record_event(), ctypes.c_int(SUCCESS)
         while not event.query():
             check()
@@ -136,29 +136,28 @@ class NCCLChannel:
             time.sleep(_POLL)
 
     def _check(self, result: int) -> None:
-        """NCCLError unless a call succeeded."""
         if result not in (SUCCESS, IN_PROGRESS):
-            # NCCL reports a mismatch of versions, and a GPU that both sides use, only here.
+            # Only here does NCCL report different versions, or a GPU that both sides use.
             words = (self._nccl.ncclGetErrorString(result), self._nccl.ncclGetLastError(self._comm))
             text = ": ".join(word.decode("utf-8", "replace") for word in words if word)
             raise NCCLError(
-                f"NCCL failed ({brief(Exception(text))}): trainer and server need the same NCCL, a GPU each and a way "
-                "between these, or rollout.engine.sync=reload"
+                f"NCCL failed ({brief(Exception(text))}): trainer and server need the same NCCL, separate GPUs and a "
+                "connection between them, or rollout.engine.sync=reload"
             )
 
 
 def load_library() -> Any:
-    """The NCCL of this process; UserError where there is none."""
+    """The process's NCCL; UserError if it cannot be loaded."""
     try:
         library = ctypes.CDLL(LIBRARY)
     except OSError as error:
         raise UserError(
-            f"rollout.engine.sync=endpoint: the servers take weights by NCCL, and it cannot be loaded here "
+            f"rollout.engine.sync=endpoint: the servers receive weights by NCCL, but this process cannot load it "
             f"({brief(error)}): set rollout.engine.sync=reload, or start them with flatpeak serve --transfer sockets"
         ) from error
     for name in ("ncclGetErrorString", "ncclGetLastError"):
         getattr(library, name).restype = ctypes.c_char_p
-    # Without this the id, which is passed by value, would not be.
+    # Without argument types, ctypes would not pass the id by value.
     comm, id_, size = ctypes.c_void_p, UniqueId, ctypes.c_size_t
     library.ncclCommInitRankConfig.argtypes = [ctypes.POINTER(comm), ctypes.c_int, id_, ctypes.c_int, ctypes.c_void_p]
     library.ncclAllReduce.argtypes = [comm, comm, size, ctypes.c_int, ctypes.c_int, comm, comm]

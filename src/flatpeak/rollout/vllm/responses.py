@@ -1,4 +1,4 @@
-"""Requests for completions and the answers to them: tokens in, tokens out, every answer checked before it is used."""
+"""Requests for completions and their answers, as token ids; every answer is checked before use."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ if TYPE_CHECKING:
     from flatpeak.protocols import Tokenizer
 
 GENERATE: Final = "/inference/v1/generate"
-"""vLLM's endpoint for token ids; its answers carry the version of the weights that drew each token."""
+"""vLLM's endpoint for token ids; its answers include the version of the weights that sampled each token."""
 LARGEST_LOGPROB: Final = 1e-4
-"""The logarithm of a probability may exceed 0 by as much as float32 rounds of large logits."""
+"""Log-probabilities may exceed 0 by the float32 rounding of large logits."""
 NOT_A_NUMBER: Final = -9999.0
 """vLLM's replacement for log-probabilities that are NaN or -inf."""
 
 
 PROCESSED, RAW = "processed_logprobs", "raw_logprobs"
-"""vLLM's modes: log-probabilities of the distribution that is drawn from, or of the model's own, before temperature,
-bans and filters."""
+"""vLLM's log-probability modes: of the sampling distribution, or of the raw model before temperature, bans and
+filters."""
 
 
 class StaleWeightsError(ServerError):
-    """Completions of other weights than the current ones."""
+    """Completions of outdated weights."""
 
 
 class UnfinishedError(ServerError):
-    """A completion that the server broke off."""
+    """A completion that the server interrupted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionRequest:
-    """The request for a group of completions of each prompt of a call."""
+    """The request of a call: a group of completions for each prompt."""
 
     group_size: int
     sampling: SamplingParams
@@ -51,14 +51,14 @@ class CompletionRequest:
 
     @property
     def drawn(self) -> int:
-        """Completions that are asked for: greedy ones are all the same, and vLLM draws just one."""
+        """The number of requested completions: greedy ones are all equal, so one is enough."""
         return self.group_size if self.sampling.temperature > 0 else 1
 
     def body(self, prompt: Prompt, *, model: str) -> dict[str, Any]:
         """The request for a group.
 
-        vLLM draws completion i of n from the seed plus i, so that every completion has one of its own, which depends on
-        (seed, prompt id, index in its group) alone. What ends a completion is ours, whatever the model's files say.
+        vLLM samples completion i of n with the seed plus i, so each completion's seed depends only on (seed, prompt id,
+        index in its group). flatpeak decides what ends a completion; the model's files have no effect.
         """
         sampling = self.sampling
         return {
@@ -84,13 +84,13 @@ class CompletionRequest:
         }
 
     def completions(self, answer: Any, prompt: Prompt, *, tag: str, version: int, mode: str) -> list[Completion]:
-        """The completions of an answer, drawn by the weights `tag`, whose count is `version`.
+        """The completions of an answer, sampled by the weights with this `tag` and version number `version`.
 
-        `mode` is the server's of log-probabilities; those that are not of the full distribution at the temperature are
-        NaN.
+        `mode` is the server's log-probability mode. Log-probabilities that are not of the full distribution at the
+        temperature become NaN.
 
-        Raises StaleWeightsError for those of other weights, UnfinishedError for those that were broken off,
-        UnreadableAnswerError for what is no such answer at all, and UserError for one that training must not use.
+        Raises StaleWeightsError for other weights, UnfinishedError for interrupted completions, UnreadableAnswerError
+        for anything else than an answer, and UserError for answers that training must not use.
         """
         choices = answer.get("choices") if isinstance(answer, Mapping) else None
         if not isinstance(choices, list) or not all(isinstance(choice, Mapping) for choice in choices):
@@ -98,7 +98,7 @@ class CompletionRequest:
         if (read := answer.get("prompt_token_ids")) != list(prompt.token_ids):
             raise UserError(
                 f"the server read {_beginning(read)} for the prompt {prompt.id}, which is "
-                f"{_beginning(prompt.token_ids)}: it must take token ids as they are"
+                f"{_beginning(prompt.token_ids)}: it must not change token ids"
             )
         indices = [choice.get("index") for choice in choices]
         if not all(type(index) is int for index in indices):
@@ -106,7 +106,7 @@ class CompletionRequest:
         by_index = dict(zip(indices, choices, strict=True))
         if by_index.keys() != set(range(self.drawn)) or len(choices) != self.drawn:
             raise UserError(
-                f"the server returned {len(choices)} completions with the indices {_beginning(indices)}, asked for "
+                f"the server returned {len(choices)} completions with the indices {_beginning(indices)}, instead of "
                 f"{self.drawn}"
             )
         drawn = [self._checked(by_index[index], tag=tag) for index in range(self.drawn)]
@@ -127,16 +127,16 @@ class CompletionRequest:
         return completions * (self.group_size // self.drawn)
 
     def _checked(self, choice: Mapping[str, Any], *, tag: str) -> tuple[list[int], list[float], bool]:
-        """Tokens, log-probabilities, and whether the completion ended by itself."""
+        """Tokens, log-probabilities, and whether the completion ended before the limit."""
         reason = choice.get("finish_reason")
         if reason not in ("stop", "length"):
-            raise UnfinishedError(f"a completion was broken off ({reason})")
+            raise UnfinishedError(f"the server interrupted a completion ({reason})")
         versions = _versions(choice.get("weight_versions"), tag)
         tokens = choice.get("token_ids")
         if not isinstance(tokens, list) or not tokens or not all(self._is_token(token) for token in tokens):
             raise UserError(
-                f"the server returned the tokens {_beginning(tokens)}; the vocabulary has {self.vocabulary_size}: does "
-                "it serve the model that is trained?"
+                f"the server returned the tokens {_beginning(tokens)}, but the vocabulary has {self.vocabulary_size}: "
+                "does it serve the model in training?"
             )
         _check_covered(versions, tag, length=len(tokens))
         logprobs = _logprobs(choice.get("logprobs"), tokens)
@@ -149,11 +149,11 @@ class CompletionRequest:
     def _end(self, tokens: Sequence[int], reason: str) -> tuple[int, bool]:
         """The number of tokens up to the end of a completion, and whether it ended before the limit.
 
-        A stop string may be complete some tokens before the server sees it.
+        A stop string may be complete some tokens before the server detects it.
         """
         limit, shortest = self.sampling.max_new_tokens, self.sampling.min_new_tokens
         if len(tokens) > limit:
-            raise UserError(f"the server returned {len(tokens)} tokens, asked for at most {limit}")
+            raise UserError(f"the server returned {len(tokens)} tokens instead of at most {limit}")
         if self.stop_strings is not None:
             position = self.stop_strings.first_completed(tokens, range(max(shortest - 1, 0), len(tokens)))
             if position is not None:
@@ -168,18 +168,17 @@ class CompletionRequest:
             )
         if ends or reason == "stop":
             raise UserError(
-                f"the server ended a completion ({reason}) after {len(tokens)} tokens, where none of the tokens "
-                f"{sorted(self.eos_token_ids)} nor a stop string ends it: start the server with flatpeak serve, or "
+                f"the server ended a completion ({reason}) after {len(tokens)} tokens, but neither the tokens "
+                f"{sorted(self.eos_token_ids)} nor a stop string end it: start the server with flatpeak serve, or "
                 "with --generation-config vllm"
             )
         return len(tokens), False
 
 
 def logprobs_modes(sampling: SamplingParams) -> frozenset[str]:
-    """The modes in which a server gives log-probabilities of the full distribution at the temperature, as training
-    needs them.
+    """The modes with log-probabilities of the full distribution at the temperature, which training needs.
 
-    Greedy tokens have those at temperature 1 in both, as everywhere.
+    Greedy tokens have those at temperature 1 in both modes, as everywhere in flatpeak.
     """
     modes = set()
     if not sampling.filtered and not sampling.min_new_tokens:
@@ -190,22 +189,22 @@ def logprobs_modes(sampling: SamplingParams) -> frozenset[str]:
 
 
 def _versions(versions: Any, tag: str) -> list[Mapping[str, Any]]:
-    """The versions of a completion. Raises StaleWeightsError where any of them is not this tag's."""
+    """The versions of a completion. Raises StaleWeightsError if any of them has another tag."""
     if not isinstance(versions, list) or not versions or not all(isinstance(one, Mapping) for one in versions):
         raise UserError(
-            "the server does not say which weights drew a completion: training on it would be guesswork; it needs vLLM "
-            "0.32 or newer"
+            "the server does not report which weights sampled a completion, so training cannot use it; flatpeak needs "
+            "vLLM 0.32 or newer"
         )
     others = [str(one.get("version")) for one in versions if one.get("version") != tag]
     if others:
-        raise StaleWeightsError(f"a completion of the weights {others[0]}, where {tag} are current")
+        raise StaleWeightsError(f"a completion of the weights {others[0]}, but {tag} are current")
     return versions
 
 
 def _check_covered(versions: Sequence[Mapping[str, Any]], tag: str, *, length: int) -> None:
-    """Raise StaleWeightsError unless the spans [start, end) of the versions are all tokens, one span after the other.
+    """Raise StaleWeightsError unless the versions' spans [start, end) are contiguous and cover all tokens.
 
-    vLLM leaves out tokens whose weights it had no name of.
+    vLLM omits tokens whose weights have no name.
     """
     covered = 0
     for one in versions:
@@ -214,7 +213,7 @@ def _check_covered(versions: Sequence[Mapping[str, Any]], tag: str, *, length: i
             break
         covered = end
     if covered != length:
-        raise StaleWeightsError(f"a completion of {length} tokens, of which the weights {tag} have drawn {covered}")
+        raise StaleWeightsError(f"the weights {tag} have sampled only {covered} of a completion's {length} tokens")
 
 
 def _logprobs(content: Any, tokens: Sequence[int]) -> list[float]:
@@ -222,7 +221,7 @@ def _logprobs(content: Any, tokens: Sequence[int]) -> list[float]:
     if not isinstance(rows, list) or len(rows) != len(tokens) or not all(isinstance(row, Mapping) for row in rows):
         count = len(rows) if isinstance(rows, list) else "no"
         raise UserError(
-            f"the server returned {count} log-probs for {len(tokens)} tokens: training needs one for each token drawn"
+            f"the server returned {count} log-probs for {len(tokens)} tokens: training needs one for each token"
         )
     logprobs = []
     for row, token in zip(rows, tokens, strict=True):
@@ -234,13 +233,13 @@ def _logprobs(content: Any, tokens: Sequence[int]) -> list[float]:
                 f"the server's logits are NaN or infinite: the weights have diverged or are damaged; {DIVERGED}"
             )
         if logprob > LARGEST_LOGPROB:
-            raise UserError(f"the server returned the log-prob {logprob}, which no probability has")
+            raise UserError(f"the server returned the log-prob {logprob}, which is above 0")
         logprobs.append(float(logprob))
     return logprobs
 
 
 def _beginning(value: Any) -> str:
-    """The beginning of a list of tokens."""
+    """The first tokens of a list, as text."""
     if not isinstance(value, list | tuple):
         return "none" if value is None else repr(value)[:40]
     return f"[{', '.join(map(str, value[:8]))}{', ...' if len(value) > 8 else ''}]"

@@ -1,6 +1,6 @@
-"""A sampler over vLLM servers, and a thread that draws ahead from them.
+"""A sampler over vLLM servers, and a thread that samples ahead with them.
 
-The servers' weights follow the policy's, and no completion of other weights is returned.
+The servers' weights follow the policy's, and completions of other weights are never returned.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from flatpeak.types import Completion, Group, Prompt, SamplingParams
 from flatpeak.utils.redaction import Secret
 
 STOP_PATIENCE: Final = 10.0
-"""Seconds that a drawing may go on once the run is to stop: what is whole by then is in the checkpoint."""
+"""Seconds that sampling may continue after a stop signal; the checkpoint keeps the groups complete by then."""
 ATTEMPTS: Final = 8
-"""Failed requests for a group before the run fails; attempts to connect do not count."""
+"""Failed requests for a group before the run fails; failed connections do not count."""
 _PLAIN: Final = SamplingParams()
 
 
 class VLLMSampler(Sampler):
-    """A sampler over servers that draw with the policy's current weights.
+    """A sampler over servers that sample with the policy's current weights.
 
-    At the beginning of every call the weights are published if they have changed, and servers load them; every
-    completion names the weights that drew it, and is requested again if these are not the current weights. A server
-    that died gets no requests until it answers a ping, and gets the weights first. Requests without a connection, a
-    timely answer or a readable answer are repeated on other servers with the same seeds.
+    Every call first publishes the weights if they have changed, and the servers load them. Each completion includes the
+    version of its weights, and is requested again if that is not the current one. A dead server gets no requests until
+    it answers a ping, and receives the weights first. Requests without a connection, a timely answer or a readable
+    answer are repeated on other servers with the same seeds.
 
-    Log-probabilities are vLLM's own: they agree with the trainer's to rounding, never to the bit.
+    Log-probabilities come from vLLM: they equal the trainer's up to rounding, not bit for bit.
     """
 
     decoder = "vllm"
@@ -56,14 +56,14 @@ class VLLMSampler(Sampler):
         sampling: SamplingParams = _PLAIN,
         first_delay: float = FIRST_DELAY,
     ) -> None:
-        """Connect to the servers. Raises UserError where one is not there, or cannot sample for this policy.
+        """Connect to the servers. Raises UserError if one does not answer, or cannot sample for this policy.
 
-        `sampling` are the settings whose log-probabilities are trained on.
+        `sampling`: the settings of training, whose log-probabilities it needs.
         """
         self._policy = policy
         self._config = config
         key = Secret.from_environment(config.api_key_env, where="rollout.engine.api_key_env")
-        # Adapters are files in both.
+        # Adapters are files in both modes.
         sent = config.sync == "endpoint" and not policy.adapted
         self._pool = ServerPool(
             [
@@ -83,10 +83,10 @@ class VLLMSampler(Sampler):
             first_delay=first_delay,
         )
         with ExitStack() as refused:
-            refused.callback(self._pool.close)  # the connections to servers before the one that fails
+            refused.callback(self._pool.close)  # closes earlier connections if a server fails
             self._pool.connect()
-            # On a CPU vLLM computes with copies of matrices in another layout. A tied output layer has one too, which
-            # is made anew only where its weights are among those that are loaded.
+            # On a CPU vLLM computes with copies of matrices in another layout. The copy of a tied output layer is
+            # rebuilt only if its weights are among the loaded ones.
             head = any(server.on_cpu for server in self._pool.servers)
             store = WeightTensors(policy, head=head) if sent else WeightFiles(policy, config.directory, head=head)
             refused.pop_all()
@@ -97,17 +97,17 @@ class VLLMSampler(Sampler):
 
     @property
     def sleeping_server(self) -> str | None:
-        """The address of a server that sleeps between requests; None where none does."""
+        """The address of a server that sleeps between requests; None if there is none."""
         return next((server.url for server in self._pool.servers if server.sleeps), None)
 
     def stop_when(self, stopping: Callable[[], bool]) -> None:
-        """Raise StoppedError while waiting for a server, once `stopping()`."""
+        """Raise StoppedError instead of waiting for a server, once `stopping()` is true."""
         self._pool.stopping = stopping
 
     def stream(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> Iterator[tuple[int, Group]]:
-        """Pairs (index of the prompt, its group), in the order in which groups are complete."""
+        """Pairs (index of the prompt, its group), in the order in which groups are completed."""
         check_request(prompts, group_size, sampling, 1)
         if prompts:
             version = self.update()
@@ -122,7 +122,7 @@ class VLLMSampler(Sampler):
         sampling: SamplingParams,
         seed: int,
     ) -> Iterator[tuple[int, Group]]:
-        """The groups of `stream`, drawn by the last published weights, whatever has become of the policy since."""
+        """The groups of `stream`, sampled by a published version, even if the policy has changed since."""
         request = CompletionRequest(
             group_size=group_size,
             sampling=sampling,
@@ -148,7 +148,7 @@ class VLLMSampler(Sampler):
             self._pool.sleep()
 
     def update(self, *, freeze: bool = False) -> WeightVersion:
-        """Give the servers the current weights, if they do not have them; every request begins with it.
+        """Give the servers the current weights, unless they have them; every request starts with this.
 
         `freeze` copies the weights for servers that return later, because the policy is about to change.
         """
@@ -172,14 +172,14 @@ class VLLMSampler(Sampler):
         return metrics
 
     def close(self) -> None:
-        """Delete the files of the weights, and disconnect from the servers."""
+        """Delete the weight files, and disconnect from the servers."""
         self._pool.close()
         self._weights.close()
 
     def _draw(
         self, request: CompletionRequest, prompt: Prompt, version: WeightVersion, abandoned: threading.Event
     ) -> list[Completion]:
-        """A group's completions, from whichever server gives them."""
+        """The completions of a group, from any server that returns them."""
         failures: list[str] = []
         while len(failures) < ATTEMPTS:
             with self._pool.acquire(given_up=abandoned.is_set) as server:
@@ -199,27 +199,27 @@ class VLLMSampler(Sampler):
                     return completions
         raise RunError(
             f"the prompt {prompt.id} got no usable answer in {len(failures)} attempts; the last, {failures[-1:]}: "
-            "look into the server's log, then go on with --resume"
+            "check the server's log, then continue with --resume"
         )
 
     def _note(self, server: Server, error: ServerError, group_size: int) -> None:
-        """Count a failure, and discard what it shows to be outdated about the server."""
+        """Count a failure, and discard outdated knowledge about the server."""
         stale = isinstance(error, StaleWeightsError)
         with self._counting:
             self._counts["stale" if stale else "retried"] += group_size if stale else 1
         if stale:
             server.mark_dead()
             return
-        # 404: an adapter that is no longer loaded, as after a restart.
+        # 404: the adapter is no longer loaded, for example after a restart.
         if not isinstance(error, StatusError) or error.status == 404:
             server.mark_dead()
         self._pool.failed(server, error, after=error.retry_after if isinstance(error, StatusError) else None)
 
 
 class DrawingThread(Background):
-    """The background of `RolloutsAhead` over servers: a thread that draws one request at a time.
+    """The background of `RolloutsAhead` over servers: a thread that samples one request at a time.
 
-    Until its result is fetched nothing else may ask the servers, which have one set of weights.
+    Nothing else may use the servers until its result is fetched, because they have one set of weights.
     """
 
     def __init__(self, sampler: VLLMSampler) -> None:
@@ -231,41 +231,41 @@ class DrawingThread(Background):
         self._answer: Future[dict[str, Any]] = Future()
 
     def stop_when(self, stopping: Callable[[], bool]) -> None:
-        """Break a drawing off, with StoppedError as its result, some seconds after `stopping()`."""
+        """Abort sampling some seconds after `stopping()` becomes true, with StoppedError as the result."""
         self._stopping = stopping
 
     def begin(self, request: dict[str, Any]) -> None:
-        """Give the servers the weights of now, then start the thread."""
+        """Give the servers the current weights, then start the thread."""
         version = self._sampler.update(freeze=True)
         self._closed.clear()
         self._stopping_since = None
         self._sampler.stop_when(self._given_up)
         self._answer = Future()
-        # A daemon: a trainer that ends without `close` does not wait for servers.
+        # A daemon, so that a trainer that ends without `close` does not wait for servers.
         self._thread = threading.Thread(
             target=self._draw, args=(request, version, self._answer), name="rollouts-ahead", daemon=True
         )
         self._thread.start()
 
     def result(self) -> dict[str, Any]:
-        """Wait for the groups. Raises what the thread has raised."""
+        """Wait for the groups. Raises the errors of the thread."""
         answer = self._answer.result()
         self._end()
         return answer
 
     def close(self) -> None:
-        """Break off what is drawn, and wait for the thread."""
+        """Abort sampling, and wait for the thread."""
         self._closed.set()
         self._end()
 
     def _draw(self, request: dict[str, Any], version: WeightVersion, answer: Future[dict[str, Any]]) -> None:
         try:
             answer.set_result(answer_request(_ByVersion(self._sampler, version), request))
-        except BaseException as error:  # raised by `result`, in the thread that trains
+        except BaseException as error:  # `result` raises it in the training thread
             answer.set_exception(error)
 
     def _given_up(self) -> bool:
-        """Whether the drawing is closed, or was to stop some seconds ago."""
+        """Whether sampling was closed, or was to stop some seconds ago."""
         if self._closed.is_set() or not self._stopping():
             return self._closed.is_set()
         if self._stopping_since is None:
@@ -273,7 +273,7 @@ class DrawingThread(Background):
         return time.monotonic() - self._stopping_since > STOP_PATIENCE
 
     def _end(self) -> None:
-        """Wait for the thread to end; from then on waiting for servers ends at once where the run is to stop."""
+        """Wait for the thread; from now on, waiting for servers ends immediately if the run is to stop."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -282,7 +282,7 @@ class DrawingThread(Background):
 
 @dataclass(frozen=True)
 class _ByVersion(Sampler):
-    """The servers with weights that were published before."""
+    """The servers with an earlier version of the weights."""
 
     sampler: VLLMSampler
     version: WeightVersion

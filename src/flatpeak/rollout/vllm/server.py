@@ -1,4 +1,4 @@
-"""One vLLM server: its abilities, the weights it has, and updates of them."""
+"""A vLLM server: its abilities, its weights, and their updates."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from flatpeak.rollout.vllm.weight_versions import ADAPTER, WHOLE, WeightVersion
 from flatpeak.utils.redaction import Secret
 
 PROBE_SECONDS: Final = 20.0
-"""Longest wait for an answer that takes a server no work."""
+"""Timeout of answers that need no work by the server."""
 START_WITH: Final = "start it with flatpeak serve"
 RESETS: Final = 20
-"""Attempts to empty the prefix cache, which is refused while blocks are in use."""
+"""Attempts to empty the prefix cache, which the server refuses while blocks are in use."""
 RESET_PAUSE: Final = 0.1
 UNFINISHED: Final = "-unfinished"
-"""Ends the name of weights that are being replaced, and remains where that breaks off."""
+"""Suffix of the version name during a replacement of weights, which remains after an interruption."""
 
 
 class Server:
-    """A server, the weights that it was last known to have, and its number of open requests."""
+    """A server, its last known weights, and its number of open requests."""
 
     def __init__(
         self,
@@ -41,18 +41,17 @@ class Server:
         modes: Set[str],
         sent_from: torch.device | None = None,
     ) -> None:
-        """`model` is the name that the server serves its model under; None: the first of its list.
+        """`model` is the server's name of its model; None: the first name in its list.
 
-        `modes` are vLLM's modes of log-probabilities that serve the run. `sent_from` is the device of the weights where
-        they are sent; None: the server loads them from files.
+        `modes` are the vLLM log-probability modes that suit the run. `sent_from` is the device of the weights if the
+        trainer sends them; None: the server loads them from files.
         """
         self.url = url
         self.in_flight = 0
-        """Open requests; the pool counts them."""
+        """Open requests, counted by the pool."""
         self.on_cpu = False
-        """Whether it computes on a CPU."""
         self.mode = PROCESSED
-        """The log-probabilities that it gives."""
+        """The server's log-probability mode."""
         self._modes = modes
         self._timeout = timeout
         self._client = HTTPClient(url, timeout=timeout, key=key)
@@ -62,13 +61,13 @@ class Server:
         self._adapted = adapted
         self._model: str | None = None
         self.sleeps = False
-        """Whether it has sleep mode."""
         self._asleep = False
         self._tag: str | None = None
         self._lock = threading.Lock()
 
     def connect(self) -> None:
-        """Read what the server is. Raises UserError where it cannot sample for this run, ServerError without an answer.
+        """Read the server's properties. Raises UserError if it cannot sample for this run, ServerError without an
+        answer.
 
         Earlier knowledge of the server is discarded first.
         """
@@ -77,7 +76,7 @@ class Server:
         models = self._client.get("/v1/models", timeout=PROBE_SECONDS)
         name = _choose_model(models, self._wanted_model, url=self.url)
         try:
-            # It describes the machine too, which takes a server many seconds the first time.
+            # The answer describes the machine too, which takes many seconds the first time.
             info = self._client.get("/server_info", config_format="json")
         except StatusError as error:
             if error.status != 404:
@@ -91,21 +90,21 @@ class Server:
         if self.mode not in self._modes:
             raise UserError(_unfit_mode(self.url, self.mode, self._modes))
         if self._adapted and not lora:
-            raise UserError(f"{self.url} takes no adapters: {START_WITH} --lora-rank R, or with --enable-lora")
+            raise UserError(f"{self.url} does not accept adapters: {START_WITH} --lora-rank R, or with --enable-lora")
         self.sleeps = bool(model.get("enable_sleep_mode"))
-        # Every run leaves it asleep, and so does one that was killed; asleep it has no memory to load weights into.
+        # Runs leave the server asleep, even if they were killed; while asleep, it has no memory to load weights into.
         self._asleep = self.sleeps and self._is_asleep()
         self.on_cpu = "cpu" in str(config.get("device_config"))
         if self.on_cpu and (config.get("scheduler_config") or {}).get("enable_chunked_prefill"):
             raise UserError(
-                f"{self.url} reads long prompts in pieces, and vLLM's workers on CPUs end where such a prompt has a "
-                f"seed: {START_WITH}, or with --no-enable-chunked-prefill"
+                f"{self.url} splits long prompts, and vLLM's CPU workers crash if such a prompt has a seed: "
+                f"{START_WITH}, or with --no-enable-chunked-prefill"
             )
         tag = self.weights()
         if self._adapted and tag.startswith(WHOLE):
             raise UserError(
-                f"the weights of {self.url} were replaced by another run, and adapters belong to those it started "
-                "with: start it anew"
+                f"another run has replaced the weights of {self.url}, but adapters need its original weights: restart "
+                "the server"
             )
         backend = (config.get("weight_transfer_config") or {}).get("backend")
         if backend is not None and tag.endswith(UNFINISHED):
@@ -115,17 +114,17 @@ class Server:
         self._model = name
 
     def open_transfer(self) -> None:
-        """Connect to the workers if weights are sent to them; ServerError if that fails."""
+        """Connect to the workers if the trainer sends weights; ServerError if that fails."""
         if self._transfer is not None:
             self._transfer.open()
 
     def weights(self) -> str:
-        """The version of the weights that the server says it has."""
+        """The server's version of the weights."""
         answer = self._client.get("/weight_info", timeout=PROBE_SECONDS)
         return str(answer.get("weight_version")) if isinstance(answer, Mapping) else "unknown"
 
     def ping(self) -> None:
-        """Return if the server answers anything at all, else raise ServerError."""
+        """Return if the server gives any answer, else raise ServerError."""
         with suppress(StatusError):
             self._client.get("/health", timeout=PROBE_SECONDS)
 
@@ -134,9 +133,9 @@ class Server:
         return isinstance(answer, Mapping) and bool(answer.get("is_sleeping"))
 
     def prepare(self, version: WeightVersion) -> str:
-        """Make sure that the server is awake and has these weights; the name under which it serves them.
+        """Make sure that the server is awake and has these weights; return the model name for requests.
 
-        A server that has them is not disturbed.
+        A server that already has them keeps working.
         """
         with self._lock:
             if self._model is None:
@@ -162,26 +161,26 @@ class Server:
             raise
 
     def sleep(self) -> None:
-        """Give the GPU's memory back until the next request, if the server has sleep mode."""
+        """Release the GPU's memory until the next request, if the server has sleep mode."""
         if self.sleeps and not self._asleep:
             try:
                 self._client.post("/sleep", level="1", mode="wait")
                 self._asleep = True
-            except ServerError:  # it has died, or sleeps: `connect` finds out before the next request
+            except ServerError:  # it has died or sleeps; `connect` checks before the next request
                 self.mark_dead()
 
     def abort(self) -> None:
-        """Break off all requests that have no answer yet."""
+        """Abort all requests without an answer."""
         self._client.abort()
 
     def mark_dead(self) -> None:
-        """Note that the server may have died: `prepare` then connects anew."""
+        """Note that the server may have died, so that `prepare` reconnects."""
         with self._lock:
             self._tag, self._model, self._asleep = None, None, False
             self._close_transfer()
 
     def close(self) -> None:
-        """Close the connection through which weights are sent."""
+        """Close the connection for weights."""
         with self._lock:
             self._model = None
             self._close_transfer()
@@ -198,11 +197,11 @@ class Server:
             self._replace(version)
 
     def _replace(self, version: WeightVersion) -> None:
-        """Put the version in place of the weights; requests of other clients wait meanwhile."""
+        """Replace the weights by this version; requests of other clients wait meanwhile."""
         self.open_transfer()
         self._client.post("/pause", mode="wait")
         try:
-            # Whatever breaks off, the server never takes a mixture of weights for those that it had.
+            # If this is interrupted, the server must not take a mixture of weights for its previous version.
             self._client.post("/update_weight_version", {"new_version": f"{version.tag}{UNFINISHED}"})
             if self._transfer is not None:
                 self._transfer.send(version.weights)
@@ -212,14 +211,14 @@ class Server:
             self._client.post("/update_weight_version", {"new_version": version.tag})
         except ServerError:
             if self._transfer is not None:
-                self._model = None  # so that `prepare` connects anew, and both sides begin again
+                self._model = None  # `prepare` then reconnects, and both sides start over
             raise
         finally:
-            with suppress(ServerError):  # if this fails, so does the next request, and the update is repeated
+            with suppress(ServerError):  # if this fails, the next request fails too, and the update is repeated
                 self._client.post("/resume")
 
     def _reload(self, version: WeightVersion) -> None:
-        """Let the server load the version's files."""
+        """Make the server load the version's files."""
         try:
             self._client.post(
                 "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(version.path)}}
@@ -228,7 +227,7 @@ class Server:
             raise _unreadable(self.url, version, error) from error
 
     def _load_adapter(self, version: WeightVersion) -> None:
-        """Load the version as an adapter under its tag, then unload earlier adapters, of any run."""
+        """Load the version as an adapter under its tag, then unload older adapters of all runs."""
         try:
             self._client.post("/v1/load_lora_adapter", {"lora_name": version.tag, "lora_path": str(version.path)})
         except StatusError as error:
@@ -242,7 +241,7 @@ class Server:
         self._client.post("/update_weight_version", {"new_version": version.tag})
 
     def _reset_prefix_cache(self) -> None:
-        """Empty the cache of keys and values that earlier weights computed; StatusError if the server refuses."""
+        """Empty the cache of keys and values from earlier weights; StatusError if the server refuses."""
         for _ in range(RESETS):
             answer = self._client.post("/reset_prefix_cache")
             if not isinstance(answer, Mapping) or answer.get("success", True):
@@ -252,35 +251,34 @@ class Server:
 
 
 def _choose_model(answer: Any, wanted: str | None, *, url: str) -> str:
-    """The name to ask for."""
     names = _model_names(answer)
     if not names:
         raise UserError(f"{url} lists no models: is it a vLLM server? {START_WITH}")
     if wanted is not None and wanted not in names:
-        raise UserError(f"rollout.engine.model={wanted}: {url} serves {', '.join(names)}; name one of them, or null")
+        raise UserError(f"rollout.engine.model={wanted}: {url} serves {', '.join(names)}; give one of them, or null")
     return wanted or names[0]
 
 
 def _unfit_mode(url: str, mode: str, modes: Set[str]) -> str:
-    """The error for a server whose log-probabilities are not those that training needs."""
+    """The error for a server whose log-probabilities training cannot use."""
     if PROCESSED in modes:
-        return f"{url} gives {mode}, which leave the temperature out: {START_WITH}, or with --logprobs-mode {PROCESSED}"
+        return f"{url} returns {mode}, which ignore the temperature: {START_WITH}, or with --logprobs-mode {PROCESSED}"
     return (
-        f"{url} gives {mode}, which are those of what rollout.top_p, top_k and min_new_tokens leave: start it with "
+        f"{url} returns {mode}, of the distribution after rollout.top_p, top_k and min_new_tokens: start it with "
         f"flatpeak serve MODEL -- --logprobs-mode={RAW}"
     )
 
 
 def _model_names(answer: Any) -> list[str]:
-    """The names in a list of models, those of adapters after the model's own."""
+    """The names in a list of models, with adapters after the models."""
     rows = answer.get("data") if isinstance(answer, Mapping) else None
     return [str(row.get("id")) for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
 
 
 def _unreadable(url: str, version: WeightVersion, error: StatusError) -> Exception:
-    """The error for weights that a server does not load; a UserError where trying again would not help."""
+    """The error for weights that a server does not load; a UserError if a retry would not help."""
     hint = (
-        f"{url} cannot load {version.path} ({error.text}): does it see that directory (rollout.engine.directory), and "
-        "serve the model that is trained?"
+        f"{url} cannot load {version.path} ({error.text}): can it read that directory (rollout.engine.directory), and "
+        "does it serve the model in training?"
     )
     return StatusError(error.status, hint, retry_after=error.retry_after) if error.retried else UserError(hint)

@@ -1,4 +1,4 @@
-"""Servers that share the work: each request goes to the server with the fewest; absent servers are pinged."""
+"""The pool of servers: each request goes to the server with the fewest; unavailable servers are pinged."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from flatpeak.rollout.vllm.weight_versions import WeightVersion
 T = TypeVar("T")
 FIRST_DELAY: Final = 0.5
 LONGEST_DELAY: Final = 30.0
-"""Seconds before the second try, and the most between later ones; each is drawn from half to all of it."""
+"""Seconds before the first retry, and the most before later ones; the actual delay is random, at least half of it."""
 _POLL_SECONDS: Final = 0.2
-"""Seconds between two checks whether the run is to stop."""
+"""Seconds between checks for a stop signal."""
 
 
 @dataclass
 class _Absence:
-    """The absence of a server that cannot be used."""
+    """The unavailability of a server."""
 
     since: float
     tries: int
     until: float
-    """Time of the next try."""
+    """Time of the next attempt."""
     reason: str
     unreachable: bool
-    """Whether it gets no requests until it has answered a ping; a request might wait for the whole timeout."""
+    """Whether it gets no requests until it answers a ping, because a request might wait for the whole timeout."""
     pinging: bool = False
 
 
 class ServerPool:
-    """Chooses servers by load, and avoids failing servers for a time that grows."""
+    """Chooses servers by load, and avoids failing servers for increasing times."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class ServerPool:
         first_delay: float = FIRST_DELAY,
         stopping: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`patience`: seconds without any server after which a run fails. `stopping`: whether to give up at once."""
+        """`patience`: seconds without any server before a run fails. `stopping`: whether to give up at once."""
         self.servers = tuple(servers)
         self.stopping = stopping
         self._max_concurrency = max_concurrency
@@ -58,11 +58,11 @@ class ServerPool:
         self._first_delay = first_delay
         self._absences: dict[Server, _Absence] = {}
         self._changed = threading.Condition()
-        self._jitter = random.Random()  # its own: retries must not change any other random numbers
+        self._jitter = random.Random()  # separate, so that retries do not change other random numbers
         self._next = 0
 
     def connect(self) -> None:
-        """Connect to every server; UserError if any of them cannot be used."""
+        """Connect to every server; UserError if any is unusable."""
         for server in self.servers:
             try:
                 server.connect()
@@ -70,20 +70,20 @@ class ServerPool:
             except ServerError as error:
                 if isinstance(error, StatusError) and error.status == 401:
                     raise UserError(
-                        f"{server.url} refuses the key ({error}): name the variable that holds it, "
-                        "rollout.engine.api_key_env"
+                        f"{server.url} refuses the key ({error}): set rollout.engine.api_key_env to the "
+                        "variable with the right key"
                     ) from error
                 if not isinstance(error, UnreachableError | LostAnswerError):
                     raise UserError(f"rollout.engine.urls: {server.url} cannot be used: {error}") from error
                 raise UserError(
                     f"rollout.engine.urls: no vLLM server answers at {server.url} ({error}): start one with flatpeak "
-                    "serve, or name where it is"
+                    "serve, or correct the address"
                 ) from error
 
     def prepare(self, version: WeightVersion) -> None:
-        """Give all servers these weights, side by side; an absent server gets them when it is back.
+        """Give all servers these weights, in parallel; an unavailable server gets them when it returns.
 
-        Servers known to be unreachable are not waited for.
+        It does not wait for servers that are known to be unreachable.
         """
         with self._changed:
             self._ping_absent(time.monotonic())
@@ -109,9 +109,9 @@ class ServerPool:
     def completed(
         self, futures: Sequence[Future[T]], *, abandoned: threading.Event
     ) -> Generator[Future[T], None, None]:
-        """Futures of requests as they are done; StoppedError once the run is to stop.
+        """Futures of requests as they finish; StoppedError once the run is to stop.
 
-        Closing it sets `abandoned` and breaks off the requests that have no answer yet.
+        Closing it sets `abandoned` and aborts the requests without an answer.
         """
         waiting = set(futures)
         try:
@@ -124,7 +124,7 @@ class ServerPool:
             abandoned.set()
             for future in futures:
                 future.cancel()
-            # More than once: a thread may have been about to send its request.
+            # More than once, because a thread may have been about to send its request.
             while unfinished := [future for future in futures if not future.done()]:
                 for server in self.servers:
                     server.abort()
@@ -132,10 +132,10 @@ class ServerPool:
 
     @contextmanager
     def acquire(self, *, given_up: Callable[[], bool]) -> Iterator[Server]:
-        """The server with the fewest requests, once a server has room for another.
+        """The server with the fewest requests, once a server has capacity for another.
 
-        RunError if none could be used for `patience` seconds; StoppedError if the run is to stop first, or once
-        `given_up()`.
+        RunError if no server was usable for `patience` seconds; StoppedError if the run is to stop first, or once
+        `given_up()` is true.
         """
         server = self._choose(given_up)
         try:
@@ -146,7 +146,7 @@ class ServerPool:
                 self._changed.notify_all()
 
     def failed(self, server: Server, error: ServerError, *, after: float | None = None) -> None:
-        """Avoid a server for a while: `after` seconds if it said so, else longer each time."""
+        """Avoid a server for `after` seconds if it gave them, else for increasing times."""
         with self._changed:
             now = time.monotonic()
             absence = self._absences.get(server)
@@ -175,7 +175,7 @@ class ServerPool:
                 server.sleep()
 
     def close(self) -> None:
-        """Close the connections through which weights are sent."""
+        """Close the connections for weights."""
         for server in self.servers:
             server.close()
 
@@ -188,7 +188,7 @@ class ServerPool:
                 self._ping_absent(now)
                 ready = [server for server in self.servers if self._ready(server, now)]
                 if ready:
-                    # Servers with the same load take turns.
+                    # Servers with equal load take turns.
                     order = self.servers[self._next :] + self.servers[: self._next]
                     server = min(ready, key=lambda one: (one.in_flight, order.index(one)))
                     self._next = (self.servers.index(server) + 1) % len(self.servers)
@@ -201,7 +201,7 @@ class ServerPool:
         absence = self._absences.get(server)
         if absence is None:
             return server.in_flight < self._max_concurrency
-        # One request finds out whether it works again.
+        # A single request tests whether it works again.
         return not absence.unreachable and now >= absence.until and server.in_flight == 0
 
     def _is_unreachable(self, server: Server) -> bool:
@@ -209,7 +209,7 @@ class ServerPool:
         return absence is not None and absence.unreachable
 
     def _ping_absent(self, now: float) -> None:
-        """Ping the unreachable servers that are due, each in a thread that nothing waits for."""
+        """Ping the unreachable servers that are due, each in a thread without waiting for it."""
         for server, absence in self._absences.items():
             if absence.unreachable and not absence.pinging and now >= absence.until:
                 absence.pinging = True
@@ -230,6 +230,6 @@ class ServerPool:
         if len(absences) == len(self.servers) and all(now - absence.since > self._patience for absence in absences):
             reasons = "; ".join(f"{server.url}: {absence.reason}" for server, absence in self._absences.items())
             raise RunError(
-                f"no server could be used for {self._patience:g} s ({reasons}): start them again and go on with "
-                "--resume, with other rollout.engine.urls if they are elsewhere"
+                f"no server could be used for {self._patience:g} s ({reasons}): restart them and continue with "
+                "--resume, with other rollout.engine.urls if their addresses have changed"
             )

@@ -1,4 +1,4 @@
-"""The Python that has vLLM: where it is looked for, which version it must have, and how it is made."""
+"""The Python with vLLM: the search for it, its minimum version, and its installation."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from flatpeak.errors import UserError
 PYTHON_VARIABLE: Final = "FLATPEAK_VLLM_PYTHON"
 OWN_ENVIRONMENT: Final = Path(".venv-vllm") / "bin" / "python"
 OLDEST: Final = "0.32"
-"""The first version with the endpoints and settings that flatpeak asks of a server."""
+"""The first version with the endpoints and settings that flatpeak needs."""
 INSTALL_COMMAND: Final = (
     "python3 -m venv .venv-vllm && .venv-vllm/bin/pip install vllm; "
     "for CPUs, in a checkout of flatpeak: make .venv-vllm/installed"
 )
-"""On a machine without a GPU the first one fetches gigabytes, and what it installs does not start."""
+"""On a machine without a GPU, the first command downloads gigabytes, and the result does not start."""
 INSTALL: Final = (
-    f"vLLM is not installed. It pins its own torch, so give it an environment of its own: {INSTALL_COMMAND}; "
+    f"vLLM is not installed. It pins its own torch, so install it in a separate environment: {INSTALL_COMMAND}; "
     f"or set {PYTHON_VARIABLE} to a Python that has it"
 )
 
 
 class NoVLLMError(UserError):
-    """Error of a machine on which no Python with vLLM is known."""
+    """No Python with vLLM is known."""
 
 
 def find_python(named: str | None = None) -> Path:
-    """A Python that has vLLM: the one named, FLATPEAK_VLLM_PYTHON's, .venv-vllm's, or this one."""
+    """A Python with vLLM: `named`, FLATPEAK_VLLM_PYTHON, .venv-vllm's, or this one."""
     for where, path in (("--python", named), (PYTHON_VARIABLE, os.environ.get(PYTHON_VARIABLE))):
         if path:
             program = shutil.which(path)
             if program is None:
-                raise UserError(f"{where}={path}: no such program; name the python of an environment that has vLLM")
-            return Path(program).absolute()  # not resolved: the link is what makes it an environment's
+                raise UserError(f"{where}={path}: no such program; give the python of an environment with vLLM")
+            return Path(program).absolute()  # not resolved, because the link determines the environment
     if OWN_ENVIRONMENT.exists():
         return OWN_ENVIRONMENT.absolute()
     if find_spec("vllm") is not None:

@@ -1,7 +1,7 @@
-"""The policy's weights as versions that servers get: as files that they load, or as tensors that are sent to them.
+"""Versions of the policy's weights for servers: as files that they load, or as tensors that the trainer sends.
 
-A version is a checksum of all weights away from the last one: whatever changes them (a step of any optimizer,
-a restored checkpoint) makes a new version, and nothing else does.
+A changed checksum of the weights makes a new version, whatever has changed them (a step of any optimizer, a restored
+checkpoint), and nothing else does.
 """
 
 from __future__ import annotations
@@ -30,45 +30,45 @@ if TYPE_CHECKING:
 WHOLE: Final = "flatpeak-model"
 ADAPTER: Final = "flatpeak-adapter"
 COLUMNS: Final = 4096
-"""Words in a row of a checksum."""
+"""Words per row of a checksum."""
 KEPT: Final = 2
-"""Versions that stay on disk: the current one, and the one that a late server may still be reading."""
+"""Versions on disk: the current one, and the previous one, which a late server may still be reading."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WeightVersion:
-    """One state of the weights, and where servers get it from."""
+    """A state of the weights, and how servers get it."""
 
     number: int
-    """Counts the states that were published, from 1."""
+    """The number of the published state, from 1."""
     tag: str
-    """The name that servers give it: unique among all runs, since a server may have served another."""
+    """The servers' name of it, unique among all runs because a server may have worked for another."""
     adapter: bool
-    """Whether it is an adapter beside the server's own weights rather than all weights."""
+    """Whether it is an adapter for the server's weights instead of all weights."""
     path: Path | None = None
-    """The directory that servers load; None where the weights are sent to them."""
+    """The directory that servers load; None if the trainer sends the weights."""
     weights: Sequence[tuple[str, Tensor]] = ()
-    """The tensors that are sent, under the names of a checkpoint."""
+    """The tensors to send, by their checkpoint names."""
 
 
 class WeightStore(Protocol):
-    """A place for new versions of the weights."""
+    """A store for new versions of the weights."""
 
     def publish(self, number: int, tag: str) -> WeightVersion:
-        """Make the weights of now a version, without the tensors that are sent; UserError where that fails."""
+        """Make the current weights a version, without the tensors to send; UserError if that fails."""
         ...
 
     def tensors(self) -> Sequence[tuple[str, Tensor]]:
-        """The tensors that are sent, as they are now."""
+        """The tensors to send, with their current values."""
         ...
 
     def close(self) -> None:
-        """Delete what was written."""
+        """Delete all written files."""
         ...
 
 
 class WeightVersions:
-    """Publishes a version of the weights whenever they have changed."""
+    """Publishes a version of the weights after every change."""
 
     def __init__(self, policy: ServedPolicy, store: WeightStore) -> None:
         self._policy = policy
@@ -78,9 +78,9 @@ class WeightVersions:
         self._current: WeightVersion | None = None
 
     def current(self) -> WeightVersion:
-        """The version of the weights as they are now, published if it is new.
+        """The version of the current weights, published if it is new.
 
-        Its tensors are listed for each call and not kept: those of a sharded model are a whole copy, freed after it.
+        Its tensors are listed for each call and not kept: for a sharded model they are a whole copy, freed afterwards.
         """
         checksums = checksums_of(self._policy.saved_weights())
         if self._current is None or checksums != self._checksums:
@@ -96,12 +96,12 @@ class WeightVersions:
 
 
 class WeightFiles:
-    """A store of files: a directory per version, whole or absent."""
+    """A store of files: a directory per version, complete or absent."""
 
     def __init__(self, policy: ServedPolicy, directory: str | None, *, head: bool = False) -> None:
-        """`directory` is shared with the servers; None: a temporary one on this machine.
+        """`directory` is shared with the servers; None: a temporary directory on this machine.
 
-        `head` writes a tied output layer by itself too.
+        `head` also writes a tied output layer separately.
         """
         self._policy = policy
         self._head = head
@@ -113,23 +113,23 @@ class WeightFiles:
             self._directory = Path(tempfile.mkdtemp(prefix="flatpeak-weights-", dir=parent))
         except OSError as error:
             raise UserError(
-                f"rollout.engine.directory={directory} cannot be written ({brief(error)}): name a directory that "
+                f"you cannot write to rollout.engine.directory={directory} ({brief(error)}): set a directory that "
                 "trainer and servers share"
             ) from error
-        self._directory.chmod(0o755)  # a server may run as another user
+        self._directory.chmod(0o755)  # servers may run as another user
         self._delete = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
 
     def publish(self, number: int, tag: str) -> WeightVersion:
-        """Write the version, and delete those before the last."""
+        """Write the version, and delete all versions before the previous one."""
         path, temporary = self._directory / tag, self._directory / f".tmp-{tag}"
         try:
             temporary.mkdir()
             self._policy.save_weights(temporary, head=self._head)
             temporary.rename(path)
-        except Exception as error:  # not only OSError: safetensors reports a full disk as an error of its own
+        except Exception as error:  # not only OSError: safetensors has its own error for a full disk
             shutil.rmtree(temporary, ignore_errors=True)
             raise UserError(
-                f"{path}: the weights cannot be written for the servers ({brief(error)}): free space, or set "
+                f"{path}: cannot write the weights for the servers ({brief(error)}): free space, or set "
                 "rollout.engine.directory to another directory that trainer and servers share"
             ) from error
         self._versions.append(path)
@@ -138,7 +138,7 @@ class WeightFiles:
         return WeightVersion(number=number, tag=tag, adapter=self._policy.adapted, path=path)
 
     def tensors(self) -> Sequence[tuple[str, Tensor]]:
-        """No tensors: servers load the files."""
+        """No tensors, because servers load the files."""
         return ()
 
     def close(self) -> None:
@@ -147,15 +147,15 @@ class WeightFiles:
 
 
 class WeightTensors:
-    """A store without files: the policy's own tensors, to be sent while they are as they were published."""
+    """A store without files: the policy's tensors, sent while they have the published values."""
 
     def __init__(self, policy: ServedPolicy, *, head: bool = False) -> None:
-        """`head` sends a tied output layer by itself too."""
+        """`head` also sends a tied output layer separately."""
         self._policy = policy
         self._head = head
 
     def publish(self, number: int, tag: str) -> WeightVersion:
-        """Give the version its name; nothing is written."""
+        """Name the version; nothing is written."""
         return WeightVersion(number=number, tag=tag, adapter=False)
 
     def tensors(self) -> Sequence[tuple[str, Tensor]]:
@@ -163,17 +163,17 @@ class WeightTensors:
         return self._policy.named_weights(head=self._head)
 
     def close(self) -> None:
-        """Return at once: nothing was written."""
+        """Do nothing, since no files were written."""
 
 
 def frozen(version: WeightVersion) -> WeightVersion:
-    """The version with copies of its tensors in host memory, which stay as they are while the policy is updated."""
+    """The version with copies of its tensors in host memory, which updates of the policy do not change."""
     return replace(version, weights=[(name, weight.to("cpu", copy=True)) for name, weight in version.weights])
 
 
 @torch.no_grad()
 def checksums_of(parameters: Sequence[Tensor]) -> list[int]:
-    """A 64-bit checksum of every tensor's bits, read from each device at once."""
+    """A 64-bit checksum of each tensor's bits, read from each device at once."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for parameter in parameters:
         by_device.setdefault(parameter.device, []).append(_checksum(parameter))
@@ -183,7 +183,7 @@ def checksums_of(parameters: Sequence[Tensor]) -> list[int]:
 def _checksum(weight: Tensor) -> Tensor:
     """sum_ij (2 i + 1) m_j w_ij modulo 2^64, over the bits as rows i of COLUMNS 64-bit words w_ij; int64, a scalar.
 
-    All factors are odd, so that a change of one word always shows, and unlike, so that equal changes do not cancel.
+    All factors are odd, so any change of one word shows, and different, so that equal changes do not cancel.
     """
     bits = weight.detach().contiguous().reshape(-1).view(torch.uint8)
     if bits.storage_offset() % 8:
@@ -197,7 +197,7 @@ def _checksum(weight: Tensor) -> Tensor:
 
 
 def _weighted_sums(words_RC: Tensor, factors_C: Tensor) -> Tensor:
-    """The product of a matrix and a vector of int64, which torch has on CPUs alone."""
+    """The product of a matrix and a vector of int64, which torch supports only on CPUs."""
     if words_RC.device.type == "cpu":
         return torch.mv(words_RC, factors_C)
     return torch.cat([(block * factors_C).sum(1) for block in words_RC.split(COLUMNS)])

@@ -1,7 +1,7 @@
-"""vLLM's half of weight transfers over sockets: a weight-transfer backend that its workers import.
+"""vLLM's half of weight transfers over sockets: a weight-transfer backend for its workers.
 
-`flatpeak serve` puts this directory on the server's path and names `WorkerExtension`, which vLLM imports in every
-worker before it makes the backend. This runs in vLLM's environment, where there is no flatpeak. The trainer's half is
+`flatpeak serve` puts this directory on the server's path and sets `WorkerExtension`, which vLLM imports in every worker
+before it creates the backend. This code runs in vLLM's environment, without flatpeak. The trainer's half is
 `flatpeak.rollout.vllm.weight_transfer.SocketChannel`.
 """
 
@@ -18,11 +18,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 BACKEND = "flatpeak-sockets"
 CONNECT_SECONDS = 10.0
-"""Longest wait for a connection."""
 
 
 class WorkerExtension:
-    """Adds nothing to a worker: naming it imports this module, which registers the backend."""
+    """Adds nothing to a worker: its import registers the backend."""
 
 
 @dataclass
@@ -32,14 +31,14 @@ class SocketInitInfo(WeightTransferInitInfo):
     host: str
     port: int
     token: str
-    """Sent first, so that the trainer gives its weights to its servers alone."""
+    """Sent first, so that the trainer gives its weights only to its own servers."""
     timeout: float
     """Seconds without a byte after which a transfer fails."""
 
 
 @dataclass
 class SocketUpdateInfo(WeightTransferUpdateInfo):
-    """The tensors of an update, in the order in which their bytes come."""
+    """The tensors of an update, in the order of their bytes."""
 
     names: list[str]
     dtype_names: list[str]
@@ -47,37 +46,37 @@ class SocketUpdateInfo(WeightTransferUpdateInfo):
 
 
 class SocketWeightTransferEngine(WeightTransferEngine[SocketInitInfo, SocketUpdateInfo]):
-    """Reads all weights from a connection to the trainer, one for each worker and update."""
+    """Reads all weights from a connection to the trainer, one per worker and update."""
 
     init_info_cls = SocketInitInfo
     update_info_cls = SocketUpdateInfo
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
-        """Wait for the trainer's address."""
+        """Start without the trainer's address."""
         super().__init__(config, vllm_config, device, model)
         self._trainer: SocketInitInfo | None = None
 
     def init_transfer_engine(self, init_info: SocketInitInfo) -> None:
-        """Keep the trainer's address, once a connection has shown that there is a way."""
+        """Keep the trainer's address after a test connection."""
         self._trainer = init_info
         self._connect().close()
 
     def start_weight_update(self) -> None:
-        """Prepare the layers for weights as they are in files."""
+        """Prepare the layers for weights in the layout of files."""
         initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
-        """Bring the weights into the layers' own layout."""
+        """Convert the weights to the layers' layout."""
         finalize_layerwise_reload(self.model, self.model_config)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Read and load all weights; the copies to the device are done when this returns."""
+        """Read and load all weights; returns when the copies to the device are done."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: SocketUpdateInfo) -> None:
-        """Read the tensors one after the other, each loaded before the next is read."""
+        """Read the tensors one after the other; load each before reading the next."""
         with self._connect() as connection:
             for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True):
                 weight = torch.empty(shape, dtype=getattr(torch, dtype))
@@ -85,10 +84,10 @@ class SocketWeightTransferEngine(WeightTransferEngine[SocketInitInfo, SocketUpda
                 self.model.load_weights([(name, weight.to(self.device))])
 
     def _connect(self) -> socket.socket:
-        """A connection that the trainer accepts."""
+        """A connection that the trainer has accepted."""
         trainer = self._trainer
         if trainer is None:
-            raise RuntimeError("the trainer's address is not known: init_weight_transfer_engine comes first")
+            raise RuntimeError("the trainer's address is unknown: call init_weight_transfer_engine first")
         connection = socket.create_connection((trainer.host, trainer.port), timeout=CONNECT_SECONDS)
         connection.settimeout(trainer.timeout)
         connection.sendall(trainer.token.encode())
@@ -100,11 +99,10 @@ class SocketWeightTransferEngine(WeightTransferEngine[SocketInitInfo, SocketUpda
 
 
 def _receive(connection: socket.socket, buffer: memoryview) -> None:
-    """Read until the buffer is full."""
     while buffer:
         count = connection.recv_into(buffer)
         if not count:
-            raise ConnectionError("the trainer broke the transfer off")
+            raise ConnectionError("the trainer ended the transfer")
         buffer = buffer[count:]
 
 
