@@ -56,7 +56,7 @@ trainer.logger
 """
 
 OPENRLHF: Final = """
-prompt_max_len  generate_max_len  rollout_batch_size  n_samples_per_prompt
+prompt_data_probs  prompt_max_len  generate_max_len  rollout_batch_size  n_samples_per_prompt
 micro_rollout_batch_size  train_batch_size  micro_train_batch_size  num_episodes  actor_learning_rate
 critic_learning_rate  advantage_estimator  advantage_estimator=group_norm  advantage_estimator=dr_grpo
 advantage_estimator=rloo  advantage_estimator=reinforce  advantage_estimator=gae

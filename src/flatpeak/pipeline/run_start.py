@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
+from torch import Tensor
 
 from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.ranks import Ranks
@@ -28,11 +29,13 @@ from flatpeak.runs.manifest import flatten
 from flatpeak.runs.metrics import missing_steps, read_metrics
 from flatpeak.runs.notices import START, NoticeLog, RecordedProgress
 from flatpeak.runs.signals import StopSignals
+from flatpeak.runs.summary import RunSummary
 from flatpeak.tracking.backend import RunFacts
 from flatpeak.tracking.trackers import Trackers, open_trackers
+from flatpeak.training.collect import Rollouts
 from flatpeak.training.diagnostics import ZeroAdvantageMonitor
 from flatpeak.training.history import History
-from flatpeak.training.recorder import NullRecorder, Recorder
+from flatpeak.training.recorder import Recorder
 from flatpeak.training.stage import StageTrainer
 from flatpeak.utils.redaction import redact
 
@@ -153,6 +156,28 @@ def take_directory(run: Run, start: RunStart) -> RunDirectory | None:
             data={**data_digests(run.config), **start.data},
         )
         return run.held.enter_context(directory)
+
+
+class NullRecorder(Recorder):
+    """The recorder of a rank that is not the first: it decides and saves as the first one's, and writes no log."""
+
+    def _open_metrics(self) -> None:
+        """Open no file of metrics."""
+
+    def _log(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Write no row of metrics."""
+
+    def _log_rollouts(self, step: int, rollouts: Rollouts, advantages_PG: Tensor) -> None:
+        """Write no completions of a step."""
+
+    def _log_answers(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write no answers of an evaluation."""
+
+    def _write_summary(self, summary: RunSummary) -> None:
+        """Write no summary of the run."""
+
+    def close(self) -> None:
+        """Close nothing, since nothing is open."""
 
 
 def open_recorder(run: Run, start: RunStart, directory: RunDirectory | None) -> Recorder:

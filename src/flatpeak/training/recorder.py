@@ -389,25 +389,3 @@ class Recorder:
         now = time.perf_counter()
         self.history.seconds += now - self._since
         self._since = now
-
-
-class NullRecorder(Recorder):
-    """The recorder of a rank that is not the first: it decides and saves as the first one's, and writes no log."""
-
-    def _open_metrics(self) -> None:
-        """Open no file of metrics."""
-
-    def _log(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Write no row of metrics."""
-
-    def _log_rollouts(self, step: int, rollouts: Rollouts, advantages_PG: Tensor) -> None:
-        """Write no completions of a step."""
-
-    def _log_answers(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write no answers of an evaluation."""
-
-    def _write_summary(self, summary: RunSummary) -> None:
-        """Write no summary of the run."""
-
-    def close(self) -> None:
-        """Close nothing, since nothing is open."""
