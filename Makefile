@@ -16,7 +16,7 @@ TEST_VLLM_PYTHON = $(or $(FLATPEAK_VLLM_PYTHON),$(CURDIR)/$(VLLM_BIN)/python)
 # `make demo rollout.group_size=16` hands dotted settings on, as the command line takes them.
 DOTTED_SETTINGS = $(foreach setting,$(MAKEOVERRIDES),$(if $(findstring .,$(firstword $(subst =, ,$(setting)))),$(setting)))
 
-.PHONY: demo demo-real mutants test test-all test-real test-vllm check wheel bench study study-report \
+.PHONY: demo demo-real faults mutants test test-all test-real test-vllm check wheel bench study study-report \
 	real-model-study clean
 
 demo: .venv/installed
@@ -61,6 +61,10 @@ check: .venv/installed-dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python tests/support/structure.py --check
+
+# What a run survives, row by row: kills, signals, full disks, broken rewards, servers and data. Ten minutes on two cores.
+faults: .venv/installed-dev
+	$(BIN)/python tests/support/faults.py
 
 # Sixty faults in the core, each against the tests of its folder: which of them do tests catch? Twenty minutes on one core.
 mutants: .venv/installed-dev
