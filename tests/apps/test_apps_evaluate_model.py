@@ -122,5 +122,7 @@ def test_a_result_answers_with_its_best_checkpoint_as_in_evaluations(finished: F
     assert run._chat_model is loaded
     with pytest.raises(UserError, match="makes an empty prompt"):
         run.chat("")
+    with pytest.raises(UserError, match=r"the question is list \[.*: ask with a text"):
+        run.chat([{"role": "user", "content": "1+1="}])  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"the question has \d+ tokens and the model's context"):
         run.chat("1+" * 500)

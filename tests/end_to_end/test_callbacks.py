@@ -177,7 +177,19 @@ def divide(run: RunControl) -> float:
         ),
         ("step", 2, log("stage", 1.0), "a callback logged stage, which the run logs itself"),
         ("checkpoint", 2, log("x", 1.0), r"on_checkpoint: UserError: the rows of this step are written: call run\.log"),
-        ("step", 2, log("x", "y"), "on_step: ValueError: could not convert string to float: 'y'"),
+        (
+            "step",
+            2,
+            log("x", "y"),
+            r"log_metric\('x', ...\): the value is str 'y': give a number \(.*test_callbacks\.py:\d+\)",
+        ),
+        ("step", 2, log("", 1.0), "on_step: ValueError: log_metric: the name of a metric is str '': give a text"),
+        (
+            "evaluation",
+            2,
+            log("eval/mine", 1.0),
+            r"log_metric\('eval/mine', ...\): evaluations have the names eval/...: choose another",
+        ),
     ],
 )
 def test_an_error_in_a_callback_ends_the_run_after_the_step_with_a_checkpoint(

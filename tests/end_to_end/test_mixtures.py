@@ -75,6 +75,7 @@ def test_plots_report_and_progress_show_every_task(
         (axes,) = result.plot(f"eval/{name}/accuracy").axes
         plotted = [row[f"eval/{name}/accuracy"] for row in rows_of(result.path, "eval")]
         assert list(axes.lines[0].get_ydata()) == plotted
+    assert hasattr(result.plot(), "_repr_png_")
     page = write_report(result.path).read_text()
     assert "Held-out results by task" in page
     assert "Reward by task" in page

@@ -66,6 +66,8 @@ def test_a_run_that_has_only_begun_has_the_sentence_that_it_can() -> None:
     assert sentence(None, EVALUATIONS[:1], []) == "Held-out accuracy is 0.000 before any training."
     once = "Held-out accuracy was 0.000 before training; it was not measured again."
     assert sentence(None, EVALUATIONS[:1], steps(2)) == once
+    stopped = summary(ended_by="Mine.on_step: enough")
+    assert sentence(stopped, EVALUATIONS[:1], steps(2)) == f"{once} It ended early: Mine.on_step: enough."
 
 
 def test_a_run_without_a_value_has_no_sentence() -> None:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import pytest
 import torch
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.functions import FunctionReward
+from flatpeak.utils.user_code import one_line
 
 
 def scores_of(function, groups, **options):
@@ -225,3 +227,7 @@ def test_a_logged_value_that_is_no_number_is_an_error_of_the_call(group):
 
     scored = FunctionReward(reward).score([group("a")])
     assert (scored.scores, scored.failed, scored.logged) == ([[None]], 1, {})
+    message = (
+        r"ValueError: log_metric\('x', ...\): the value is str 'many': give a number \(.*test_rewards_functions\.py"
+    )
+    assert re.match(message, one_line(scored.first_error))

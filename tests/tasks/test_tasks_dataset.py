@@ -130,7 +130,7 @@ def test_texts_alone_are_prompts_and_a_task_stays_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        ([], "dataset has no rows: give at least two"),
+        ([], "dataset has no rows: give some"),
         ([{"prompt": "a"}, {"prompt": "A!"}], "dataset has one question"),
         ([{"text": "a"}], "dataset: no column of 'text' is a question; name it 'prompt'"),
         ([3], r"dataset\[0\] is a int; a row is a dict with a prompt, or a text"),

@@ -77,6 +77,7 @@ def _describe_error(problem: Mapping[str, Any], schema: type[BaseModel], kind: s
             value = _shortened(problem["input"])
             hint = "; its brackets do not match" if value.startswith(("[", "{")) else f", such as [{value}]"
             hint = f"; its first element is {key}.0" if isinstance(problem["input"], Mapping) else hint
+            hint = ", such as []" if problem["input"] is None else hint
             text = f"{key}={value}: must be a list{hint}"
         case "string_type":
             text = f"{key}={_shortened(problem['input'])}: must be a text{_quoted(key, problem['input'])}"

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flatpeak.errors import UserError, did_you_mean
+from flatpeak.report.canvas import notebook_figure
 from flatpeak.report.charts import held_out_curve
 from flatpeak.report.evaluations import headline_metric
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.rollout_log import logged_steps, read_rollouts
 from flatpeak.runs.summary import RunSummary, read_summary
+from flatpeak.utils.user_code import describe_value
 
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]
@@ -80,6 +82,8 @@ class RunResult:
 
         `temperature` and `max_new_tokens` change how it is drawn. The model stays loaded for the next question.
         """
+        if not isinstance(question, str):
+            raise UserError(f"the question is {describe_value(question)}: ask with a text")
         return self._chat_model.answer(question, seed=seed, temperature=temperature, max_new_tokens=max_new_tokens)
 
     @cached_property
@@ -90,14 +94,12 @@ class RunResult:
 
     def plot(self, *metrics: str) -> Figure:
         """A figure with the curve of each metric over its steps; by default the reward and the held-out metric."""
-        from matplotlib.figure import Figure
-
         rows = self.metrics
         names = metrics or _usual(rows.columns, self.summary)
         for name in names:
             if name not in rows:
                 raise UserError(f"{self.path} has no metric {name!r}{did_you_mean(name, rows.columns)}")
-        figure = Figure(figsize=(_PANEL_INCHES[0] * len(names), _PANEL_INCHES[1]), layout="constrained")
+        figure = notebook_figure((_PANEL_INCHES[0] * len(names), _PANEL_INCHES[1]))
         for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
             known = rows[rows[name].notna()]
             steps, values = known["step"], known[name]

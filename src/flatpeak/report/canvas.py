@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @contextmanager
@@ -24,6 +27,19 @@ def svg_canvas(
         figure = Figure(figsize=inches, layout="constrained")
         yield figure, text
         figure.savefig(text, format="svg", transparent=transparent, metadata={"Date": None, "Creator": None})
+
+
+def notebook_figure(inches: tuple[float, float]) -> Figure:
+    """An empty figure that a notebook displays as a picture, even if nothing has imported pyplot."""
+    from matplotlib.figure import Figure
+
+    class NotebookFigure(Figure):
+        def _repr_png_(self) -> bytes:
+            picture = io.BytesIO()
+            self.savefig(picture, format="png")
+            return picture.getvalue()
+
+    return NotebookFigure(figsize=inches, layout="constrained")
 
 
 def tidy(axes: Any, *, without: Sequence[str] = ("top", "right")) -> None:

@@ -49,11 +49,11 @@ def sentence(summary: RunSummary | None, evaluations: Sequence[StageEvaluation],
     stages = _stages(rows)
     if not stages:
         return f"Held-out {metric} is {first:.3f} before any training."
+    ended = "" if summary is None or summary.ended_by is None else f" It ended early: {summary.ended_by}."
     if len(values) == 1:
-        return f"Held-out {metric} was {first:.3f} before training; it was not measured again."
+        return f"Held-out {metric} was {first:.3f} before training; it was not measured again.{ended}"
     time = "" if summary is None or summary.status == "running" else f", in {duration(summary.wall_seconds)}"
     change = f"Held-out {metric} went from {first:.3f} to {last:.3f} over {' and '.join(stages)}{time}."
-    ended = "" if summary is None or summary.ended_by is None else f" It ended early: {summary.ended_by}."
     best = ""
     if summary is not None and summary.best_step is not None and summary.best_step < summary.last_step:
         best = f" The best checkpoint is that of step {summary.best_step}."

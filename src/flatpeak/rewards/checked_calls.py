@@ -17,7 +17,7 @@ from flatpeak.errors import StoppedError, UserError
 from flatpeak.rewards.background_loop import BackgroundLoop, gather
 from flatpeak.rewards.base import ComponentScores
 from flatpeak.rewards.workers.worker import WorkerError
-from flatpeak.utils.user_code import OneLineError, describe_value, one_line
+from flatpeak.utils.user_code import OneLineError, as_metric, describe_value, one_line
 
 if TYPE_CHECKING:
     from flatpeak.rewards.base import Component
@@ -139,7 +139,7 @@ class MetricLog:
         """Log a value; the metric of a step is the mean of all that its calls log."""
         if name in COUNTS:
             raise UserError(f"log_metric({name!r}, ...): the run logs a metric of that name: choose another")
-        number = float(value)
+        number = as_metric(name, value)
         self.values.setdefault(name, []).append(number)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatpeak.errors import UserError
-from flatpeak.utils.user_code import describe_value, one_line
+from flatpeak.utils.user_code import as_metric, describe_value, one_line
 
 if TYPE_CHECKING:
     from flatpeak.runs.signals import StopSignals
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _ROW = ("step", "stage")
 """Keys of a row of metrics.jsonl that are no metrics."""
+_EVALUATIONS = "eval/"
+"""The beginning of the names of held-out metrics, `eval/<task>/<metric>`, by which a row's readers find its tasks."""
 
 
 class RunControl:
@@ -48,7 +50,10 @@ class RunControl:
         """Log a metric in the row of the step or evaluation. UserError in `on_checkpoint`, which comes after both."""
         if self._logged is None:
             raise UserError("the rows of this step are written: call run.log_metric in another method")
-        self._logged[name] = float(value)
+        number = as_metric(name, value)
+        if name.startswith(_EVALUATIONS):
+            raise UserError(f"log_metric({name!r}, ...): evaluations have the names {_EVALUATIONS}...: choose another")
+        self._logged[name] = number
 
 
 class Callback:

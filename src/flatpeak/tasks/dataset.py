@@ -86,7 +86,7 @@ def _examples(rows: Any, *, where: str, prefix: str = "") -> tuple[list[Example]
     """The examples, and a notice of the columns that they are made from."""
     listed = list(_rows(rows, where=where))
     if not listed:
-        raise UserError(f"{where} has no rows: give at least two")
+        raise UserError(f"{where} has no rows: give some")
     question, gold = _column(listed, QUESTIONS), _column(listed, GOLDS)
     if question is None:
         raise UserError(

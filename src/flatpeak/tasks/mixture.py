@@ -51,9 +51,13 @@ def mix(tasks: Sequence[tuple[str | None, float, Task]]) -> Mixture:
 def check_names(names: Sequence[str]) -> None:
     """UserError unless the names of tasks and evaluation sets can stand in metrics, `eval/<name>/accuracy`."""
     for name, count in Counter(names).items():
-        if count > 1 or "/" in name:
-            problem = "names two tasks or evaluation sets" if count > 1 else "has a slash"
-            raise UserError(f"{name!r} {problem}: set tasks.0.name and so on, or rename it in evaluation.sets")
+        if count > 1:
+            problem = "names the whole in metrics" if name == MIXTURE else "names two tasks or evaluation sets"
+        elif not name or "/" in name:
+            problem = "has a slash" if name else "is empty"
+        else:
+            continue
+        raise UserError(f"{name!r} {problem}: set tasks.0.name and so on, or rename it in evaluation.sets")
 
 
 def named(name: str, examples: Sequence[Example]) -> list[Example]:

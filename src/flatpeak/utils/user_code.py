@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import sysconfig
 import traceback
@@ -18,8 +19,11 @@ from typing import Any, Final
 
 from flatpeak.errors import UserError, did_you_mean
 
-_INSTALLED: Final = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
-"""The directories of installed packages and of the standard library."""
+_INSTALLED: Final = (
+    *(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")),
+    f"{Path(__file__).parents[1]}{os.sep}",
+)
+"""The directories of installed packages, of the standard library, and of flatpeak, which may be installed elsewhere."""
 USER_FILE: Final = "flatpeak_user_"
 """Prefix of the module names of user files: such a module cannot be imported by name, only run from its file."""
 _DIGEST: Final = "__flatpeak_digest__"
@@ -192,6 +196,16 @@ def describe_value(value: object) -> str:
     except Exception:  # an integer with too many digits, or a user's object
         text = "(it cannot be shown)"
     return f"{type(value).__name__} {text}"
+
+
+def as_metric(name: str, value: Any) -> float:
+    """A value that a user's code logs, as a float. ValueError for a name that is not a text, or no number."""
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"log_metric: the name of a metric is {describe_value(name)}: give a text, such as 'words'")
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise ValueError(f"log_metric({name!r}, ...): the value is {describe_value(value)}: give a number") from None
 
 
 def one_line(error: BaseException) -> str:
