@@ -68,7 +68,7 @@ set_defaults()
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted(__all__)
 
 
 def __getattr__(name: str) -> Any:

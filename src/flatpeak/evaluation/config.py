@@ -135,7 +135,10 @@ class EvaluationConfig(StrictConfig):
                 f"evaluation.{fix}, or evaluation.choices=generate"
             )
         if not self.greedy and self.metric == "accuracy" and self.accuracy is not None:
-            raise ValueError("metric=accuracy is of greedy answers: with greedy=false set metric=sampled/accuracy")
+            raise ValueError(
+                "evaluation.metric=accuracy is of greedy answers: with evaluation.greedy=false set "
+                "evaluation.metric=sampled/accuracy"
+            )
         if self.accuracy is None:
             if is_verdict(self.metric):
                 raise ValueError(
