@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import random
 import signal
@@ -19,7 +20,7 @@ import flatpeak.training.recorder
 from flatpeak.policy.model import Policy
 from flatpeak.rollout.slots import CompletionBuffer, DecodeSlots
 from flatpeak.runs.metrics import read_metrics
-from support.resumes import Judge, MakeRun, Whole, assert_same
+from support.resumes import TIMES, Judge, MakeRun, Whole, assert_same
 from support.runs import Recipe, Train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -137,3 +138,32 @@ def test_a_signal_does_not_wait_for_a_reward_in_this_process_or_in_a_worker(
     start = time.monotonic()
     assert train(config).exit_code == 143
     assert time.monotonic() - start < 40  # of 60 seconds for the first call alone
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+@pytest.mark.parametrize("raises", [False, True], ids=["a score of 0", "an error of its own"])
+def test_what_a_reward_makes_of_the_interruption_enters_no_evaluation_and_no_step(
+    recipe: Recipe, train: Train, call: int, raises: bool
+) -> None:
+    """The first and the third call are of evaluations."""
+
+    def run(name: str, *, at: int = 0, **options: Any) -> tuple[int, list[dict[str, Any]]]:
+        calls = itertools.count(1)
+
+        def length(completions: list[str]) -> list[float]:
+            try:
+                if next(calls) == at:
+                    os.kill(os.getpid(), signal.SIGTERM)
+            except Exception as error:
+                if raises:
+                    raise RuntimeError("no answer") from error
+                return [0.0 for _ in completions]
+            return [float(len(completion) % 3) for completion in completions]
+
+        config = recipe(run={"name": name}, evaluation={"every": 1, "accuracy": None, "metric": "reward"})
+        done = train(config, reward=length, **options)
+        rows = read_metrics(Path(done.path) / "metrics.jsonl")
+        return done.exit_code, [{key: row[key] for key in row if not key.startswith(TIMES)} for row in rows]
+
+    assert run("stopped", at=call)[0] == 143
+    assert run("stopped", resume=True) == run("whole")
