@@ -20,6 +20,7 @@ import flatpeak.training.recorder
 from flatpeak.policy.model import Policy
 from flatpeak.rollout.slots import CompletionBuffer, DecodeSlots
 from flatpeak.runs.metrics import read_metrics
+from flatpeak.training.optimizer import BaseLearner
 from support.resumes import TIMES, Judge, MakeRun, Whole, assert_same
 from support.runs import Recipe, Train
 
@@ -46,6 +47,27 @@ MOMENTS = {
     "a reward in the trainer's process": Moment(owner=Judge, name="__call__", left=0),
     "a save": Moment(owner=flatpeak.training.recorder, name="write_checkpoint", left=1),
 }
+
+
+REGULARIZED = {"strength": "ratio:0.3", "check_every": 3}
+COMBINED: dict[str, dict[str, Any]] = {
+    **{
+        f"a penalty by {difference} differences": {"gradient_regularization": {**REGULARIZED, "difference": difference}}
+        for difference in ("forward", "central", "exact")
+    },
+    "a penalty along a random direction": {"gradient_regularization": {**REGULARIZED, "direction": "random"}},
+    "a penalty of some groups, now and then": {
+        "gradient_regularization": {**REGULARIZED, "every": 2, "group_fraction": 0.5, "kl_in_penalty": False}
+    },
+    "recomputed layers": {
+        "training": {"activation_checkpointing": True},
+        "model": {"new": {"config": {"num_hidden_layers": 3}}},
+    },
+    "bfloat16": {"model": {"dtype": "bfloat16"}, "optimizer": {"learning_rate": 1e-3}},
+    "states in host memory": {"optimizer": {"offload": True}},
+    "resets": {"reference": {"reset_every": 2, "reset_optimizer": True}},
+}
+"""Sections of runs whose updates or checkpoints hold more than weights and AdamW's states."""
 
 
 class Signalled:
@@ -103,6 +125,26 @@ def test_signals_at_random_moments_lose_nothing(stop_and_resume: Callable[..., N
     chance = random.Random(name)
     for index in range(12):
         stop_and_resume(name, share=chance.random(), number=SIGNALS[index % len(SIGNALS)])
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "resets" else pytest.param(name, marks=pytest.mark.slow) for name in COMBINED]
+)
+def test_a_signal_at_a_layer_of_an_update_loses_nothing(make_run: MakeRun, whole: Whole, name: str) -> None:
+    """Each run gets two signals, the second after it was resumed."""
+    sections, chance = COMBINED[name], random.Random(name)
+    expected = whole(**sections)
+    moment = Moment(owner=BaseLearner, name="_before_layer", left=0)
+    with pytest.MonkeyPatch.context() as patch:
+        counted = Signalled(patch, moment)
+        make_run("counted", **sections).start(overwrite=True)
+    run = make_run(**sections)
+    for shares, resume in (((0.2, 0.5), False), ((0.1, 0.3), True)):
+        at = 1 + int(chance.uniform(*shares) * counted.calls)
+        with pytest.MonkeyPatch.context() as patch:
+            Signalled(patch, moment, at=at, number=signal.SIGTERM)
+            assert run.start(resume=resume).exit_code == 128 + signal.SIGTERM
+    assert_same(run.go_on(), expected)
 
 
 SLEEPING = """
