@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import random
 import signal
@@ -19,7 +20,8 @@ import flatpeak.training.recorder
 from flatpeak.policy.model import Policy
 from flatpeak.rollout.slots import CompletionBuffer, DecodeSlots
 from flatpeak.runs.metrics import read_metrics
-from support.resumes import Judge, MakeRun, Whole, assert_same
+from flatpeak.training.optimizer import BaseLearner
+from support.resumes import TIMES, Judge, MakeRun, Whole, assert_same
 from support.runs import Recipe, Train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,6 +47,27 @@ MOMENTS = {
     "a reward in the trainer's process": Moment(owner=Judge, name="__call__", left=0),
     "a save": Moment(owner=flatpeak.training.recorder, name="write_checkpoint", left=1),
 }
+
+
+REGULARIZED = {"strength": "ratio:0.3", "check_every": 3}
+COMBINED: dict[str, dict[str, Any]] = {
+    **{
+        f"a penalty by {difference} differences": {"gradient_regularization": {**REGULARIZED, "difference": difference}}
+        for difference in ("forward", "central", "exact")
+    },
+    "a penalty along a random direction": {"gradient_regularization": {**REGULARIZED, "direction": "random"}},
+    "a penalty of some groups, now and then": {
+        "gradient_regularization": {**REGULARIZED, "every": 2, "group_fraction": 0.5, "kl_in_penalty": False}
+    },
+    "recomputed layers": {
+        "training": {"activation_checkpointing": True},
+        "model": {"new": {"config": {"num_hidden_layers": 3}}},
+    },
+    "bfloat16": {"model": {"dtype": "bfloat16"}, "optimizer": {"learning_rate": 1e-3}},
+    "states in host memory": {"optimizer": {"offload": True}},
+    "resets": {"reference": {"reset_every": 2, "reset_optimizer": True}},
+}
+"""Sections of runs whose updates or checkpoints hold more than weights and AdamW's states."""
 
 
 class Signalled:
@@ -104,6 +127,26 @@ def test_signals_at_random_moments_lose_nothing(stop_and_resume: Callable[..., N
         stop_and_resume(name, share=chance.random(), number=SIGNALS[index % len(SIGNALS)])
 
 
+@pytest.mark.parametrize(
+    "name", [name if name == "resets" else pytest.param(name, marks=pytest.mark.slow) for name in COMBINED]
+)
+def test_a_signal_at_a_layer_of_an_update_loses_nothing(make_run: MakeRun, whole: Whole, name: str) -> None:
+    """Each run gets two signals, the second after it was resumed."""
+    sections, chance = COMBINED[name], random.Random(name)
+    expected = whole(**sections)
+    moment = Moment(owner=BaseLearner, name="_before_layer", left=0)
+    with pytest.MonkeyPatch.context() as patch:
+        counted = Signalled(patch, moment)
+        make_run("counted", **sections).start(overwrite=True)
+    run = make_run(**sections)
+    for shares, resume in (((0.2, 0.5), False), ((0.1, 0.3), True)):
+        at = 1 + int(chance.uniform(*shares) * counted.calls)
+        with pytest.MonkeyPatch.context() as patch:
+            Signalled(patch, moment, at=at, number=signal.SIGTERM)
+            assert run.start(resume=resume).exit_code == 128 + signal.SIGTERM
+    assert_same(run.go_on(), expected)
+
+
 SLEEPING = """
 import time
 from pathlib import Path
@@ -137,3 +180,32 @@ def test_a_signal_does_not_wait_for_a_reward_in_this_process_or_in_a_worker(
     start = time.monotonic()
     assert train(config).exit_code == 143
     assert time.monotonic() - start < 40  # of 60 seconds for the first call alone
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+@pytest.mark.parametrize("raises", [False, True], ids=["a score of 0", "an error of its own"])
+def test_what_a_reward_makes_of_the_interruption_enters_no_evaluation_and_no_step(
+    recipe: Recipe, train: Train, call: int, raises: bool
+) -> None:
+    """The first and the third call are of evaluations."""
+
+    def run(name: str, *, at: int = 0, **options: Any) -> tuple[int, list[dict[str, Any]]]:
+        calls = itertools.count(1)
+
+        def length(completions: list[str]) -> list[float]:
+            try:
+                if next(calls) == at:
+                    os.kill(os.getpid(), signal.SIGTERM)
+            except Exception as error:
+                if raises:
+                    raise RuntimeError("no answer") from error
+                return [0.0 for _ in completions]
+            return [float(len(completion) % 3) for completion in completions]
+
+        config = recipe(run={"name": name}, evaluation={"every": 1, "accuracy": None, "metric": "reward"})
+        done = train(config, reward=length, **options)
+        rows = read_metrics(Path(done.path) / "metrics.jsonl")
+        return done.exit_code, [{key: row[key] for key in row if not key.startswith(TIMES)} for row in rows]
+
+    assert run("stopped", at=call)[0] == 143
+    assert run("stopped", resume=True) == run("whole")

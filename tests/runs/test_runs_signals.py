@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from flatpeak.errors import StoppedError
 from flatpeak.runs.signals import StopSignals, signal_name
 
 
@@ -27,6 +28,21 @@ def test_the_second_signal_interrupts_at_once(second):
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), second)
     assert stop.exit_code == 143
+
+
+@pytest.mark.parametrize("then", [None, ValueError])
+def test_a_user_function_that_catches_the_interruption_is_interrupted_all_the_same(then):
+    with StopSignals() as stop, pytest.raises(StoppedError), stop.at_once():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except Exception as error:
+            if then:
+                raise then from error
+
+
+def test_an_error_of_a_user_function_passes_without_a_signal():
+    with StopSignals() as stop, pytest.raises(ValueError, match="mine"), stop.at_once():
+        raise ValueError("mine")
 
 
 def test_the_handlers_before_are_put_back():

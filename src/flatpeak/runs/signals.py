@@ -19,6 +19,7 @@ _CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 REQUEST = 0
 """The null signal, which no process receives, stands for a callback that asks to stop."""
 _ANSWER = b"\nstopping, with a checkpoint of the last step; the same again ends at once, without one\n"
+_INTERRUPTED = "a signal asked to stop during a call of a user's function"
 
 
 def signal_name(number: int) -> str:
@@ -60,12 +61,20 @@ class StopSignals:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """A context for a user's code: a first signal raises StoppedError in the middle of it."""
+        """A context for a user's code: a first signal raises StoppedError in the middle of it.
+
+        The code may catch that error, but its result is not used: the context ends with StoppedError all the same.
+        """
         self._raises = True
         try:
             yield
+        except Exception:
+            if self._raises:
+                raise
         finally:
-            self._raises = False
+            interrupted, self._raises = not self._raises, False
+        if interrupted:
+            raise StoppedError(_INTERRUPTED)
 
     def agree(self) -> None:
         """Act on signals at the end of a step; a single process acts on each signal as it arrives."""
@@ -102,7 +111,7 @@ class StopSignals:
         """Raise StoppedError within `at_once`."""
         if self._raises:
             self._raises = False
-            raise StoppedError("a signal asked to stop during a call of a user's function")
+            raise StoppedError(_INTERRUPTED)
 
 
 def _leave_terminal() -> None:
