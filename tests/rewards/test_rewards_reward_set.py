@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -145,31 +146,37 @@ def test_all_parts_are_closed_whatever_one_raises():
     assert [scorer.closed for scorer in scorers] == [True, True, True]
 
 
+TOLD = threading.Event()
+
+
+def slow_judgement(completions):
+    TOLD.wait(30)
+    return [1.0 for _ in completions]
+
+
+@pytest.mark.parametrize("timeout", [None, "auto"])
 @pytest.mark.parametrize(
-    ("timeout", "way_out"),
+    ("function", "way_out"),
     [
-        (None, "`timeout: SECONDS` in a recipe calls it in a process that can be killed"),
+        (slow_judgement, "`timeout: SECONDS` in a recipe calls it in a process that can be killed"),
         (
-            "auto",
+            partial(slow_judgement),
             "no process that can be killed calls it, since it is a lambda, a closure or an object: define a function "
             "in a module",
         ),
     ],
+    ids=["a function of a module", "an object"],
 )
-def test_a_function_that_does_not_come_back_is_told_of(group, monkeypatch, timeout, way_out):
+def test_a_function_that_does_not_come_back_is_told_of(group, monkeypatch, timeout, function, way_out):
     monkeypatch.setattr(checked_calls, "SLOW_SECONDS", 0.05)
-    messages = threading.Event()
+    TOLD.clear()
     notices = []
-
-    def slow(completion):
-        messages.wait(30)
-        return 1.0
 
     def notice(text):
         notices.append(text)
-        messages.set()
+        TOLD.set()
 
-    scorer = FunctionReward(slow, timeout=timeout)
+    scorer = FunctionReward(function, timeout=timeout)
     reward = RewardSet([Component(name="mine", weight=1.0, scorer=scorer)], notice=notice)
     assert notices == []  # a function that is fast enough is told of nowhere
     assert reward([group("a", "b")]).total == [[1.0, 1.0]]

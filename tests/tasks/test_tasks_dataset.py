@@ -114,6 +114,8 @@ def test_a_notice_says_which_columns_are_used_and_which_questions_repeat() -> No
     first, *others = task_of({"train": ROWS, "test": ROWS[:3]}).notices
     assert first.startswith("dataset['train']: questions from 'prompt'")
     assert any("3 of 20 training rows" in notice for notice in others)
+    _, repeated = task_of([*ROWS, *ROWS[:3]] * 2).notices
+    assert repeated.endswith("training rows kept although an earlier row asks the same; leave them out of dataset")
 
 
 def test_a_conversation_keeps_its_turns_and_its_reply_is_the_rationale() -> None:

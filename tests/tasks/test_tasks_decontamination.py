@@ -1,4 +1,5 @@
 import random
+import time
 
 import pytest
 
@@ -116,3 +117,11 @@ def test_the_held_out_share_is_the_fraction_and_the_seed_chooses_it():
     assert sides[0] != sides[1]
     # A larger fraction only adds to the test side.
     assert all(is_held_out(key, fraction=0.4, seed=0) for key, out in zip(keys, sides[0], strict=True) if out)
+
+
+def test_a_question_of_many_megabytes_is_compared_within_seconds():
+    long = "How many kites, of 12? " * 2_000_000
+    start = time.perf_counter()
+    assert question_key(long) == question_key(long.replace("How", "how", 1)) != question_key(long + "!")
+    assert word_set(long) >= {"how", "many", "kites", "of", "#"}
+    assert time.perf_counter() - start < 10  # half a minute without a bound

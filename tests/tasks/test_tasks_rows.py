@@ -231,6 +231,7 @@ def test_questions_on_both_sides_or_with_several_answers_are_counted_in_notices(
         for side, rows in (("train", train), ("test", test))
     }
     assert build_task(RowsConfig(**sides)).notices == (
+        "4 of 6 training rows kept although an earlier row asks the same; task.deduplicate=true drops them",
         "1 of 6 training rows kept although test rows ask the same, so that test accuracy may come from memory; "
         "task.deduplicate=true drops them",
         "questions with several gold answers: 1, the first in rows train.0/0 and train.0/1; repair them",

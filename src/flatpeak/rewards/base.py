@@ -155,7 +155,7 @@ class Scorer(ABC):
     is_judge: ClassVar[bool] = False
     """Whether scores are a model's opinions, each of which costs a call."""
     unprotected: str | None = None
-    """The reason why this process calls code that a worker would normally call; None if there is no such code."""
+    """The reason why no worker can call the user's code that this process calls; None if there is none."""
     shadow: str | None = None
     """The name of a component that knows the truth, for `shadow_metrics`."""
 

@@ -251,12 +251,13 @@ class FunctionReward(Scorer):
 
     def _worker_limits(self, timeout: Timeout, on_timeout: float | None) -> Isolation | None:
         # A worker calls it if `timeout` is in seconds, or if it is `auto` and no score depends on another group.
+        obstacle = _import_obstacle(self.function.function)
         in_worker = timeout is not None and (timeout != "auto" or self._by_group)
         if not in_worker:
+            self.unprotected = obstacle
             return None
         seconds = None if timeout == "auto" else timeout
         required = seconds is not None or self._by_group_attribute is True
-        obstacle = _import_obstacle(self.function.function)
         if obstacle and seconds is not None:
             raise UserError(f"timeout={seconds:g} needs a worker process, but {obstacle}; set timeout: null")
         if obstacle and not required:

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from flatpeak.errors import UnreachableDataError, UserError, check_characters, did_you_mean
+from flatpeak.tasks.bad_rows import BadRowLog
 from flatpeak.types import Example
 from flatpeak.utils.huggingface import hub_or_cache
 from flatpeak.utils.schema import StrictConfig
@@ -118,12 +119,12 @@ def cell_of(row: Row, column: str, *, option: str) -> Any:
     return value
 
 
-def read_source(source: RowsSourceConfig, *, option: str) -> Iterator[Row]:
+def read_source(source: RowsSourceConfig, *, option: str, bad_rows: BadRowLog | None = None) -> Iterator[Row]:
     """The rows of a source's file or Hub data set. UserError unless it names exactly one of them."""
     if source.path is not None and source.hub is not None:
         raise UserError(f"{option} has both a path and a hub name; set {option}.hub=null to read the file")
     if source.path is not None:
-        return read_file(source.path, option=f"{option}.path")
+        return read_file(source.path, option=f"{option}.path", bad_rows=bad_rows)
     if source.hub is not None:
         return read_hub(
             source.hub,
@@ -134,19 +135,23 @@ def read_source(source: RowsSourceConfig, *, option: str) -> Iterator[Row]:
     raise UserError(f"{option} names no data: give {option}.path=FILE or {option}.hub=NAME")
 
 
-def read_file(path: str, *, option: str) -> Iterator[Row]:
-    """The rows of a JSONL, JSON, CSV or Parquet file, by its ending. UserError with the file and line of a bad row."""
+def read_file(path: str, *, option: str, bad_rows: BadRowLog | None = None) -> Iterator[Row]:
+    """The rows of a JSONL, JSON, CSV or Parquet file, by its ending.
+
+    UserError with the file and line of a bad row, unless `bad_rows` skips it.
+    """
+    bad_rows = bad_rows or BadRowLog()
     file = Path(path).expanduser()
     if not file.is_file():
         problem = "is a directory" if file.is_dir() else "does not exist"
         raise UserError(f"{option}={path}: {problem}; name a .jsonl, .json, .csv or .parquet file")
     match file.suffix.lower():
         case ".jsonl" | ".ndjson":
-            return read_jsonl(file)
+            return read_jsonl(file, bad_rows)
         case ".json":
-            return _read_json(file)
+            return _read_json(file, bad_rows)
         case ".csv":
-            return _read_csv(file)
+            return _read_csv(file, bad_rows)
         case ".parquet":
             return _read_parquet(file)
         case suffix:
@@ -217,28 +222,31 @@ def _natural_order(name: str) -> list[tuple[int, str]]:
     return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"([0-9]+)", name)]
 
 
-def read_jsonl(file: Path) -> Iterator[Row]:
+def read_jsonl(file: Path, bad_rows: BadRowLog | None = None) -> Iterator[Row]:
     """The rows of a file with one JSON object per line; blank lines are skipped."""
+    bad_rows = bad_rows or BadRowLog()
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             where = f"{file} line {number}"
-            text = _decode(line, where=where)
-            if text.strip():
-                yield Row(where=where, values=_object(_parse(text, where=where), where=where))
+            with bad_rows:
+                text = _decode(line, where=where)
+                if text.strip():
+                    yield Row(where=where, values=_object(_parse(text, where=where), where=where))
 
 
-def _read_json(file: Path) -> Iterator[Row]:
+def _read_json(file: Path, bad_rows: BadRowLog) -> Iterator[Row]:
     rows = _parse(_decode(file.read_bytes(), where=str(file)), where=str(file))
     if not isinstance(rows, list):
         raise UserError(f"{file}: a .json file holds one list of objects; name it .jsonl if it has one object per line")
     for number, row in enumerate(rows, start=1):
         where = f"{file} row {number}"
-        yield Row(where=where, values=_object(row, where=where))
+        with bad_rows:
+            yield Row(where=where, values=_object(row, where=where))
 
 
 def read_csv_cells(file: Path, *, columns: Sequence[str]) -> Iterator[Row]:
     """The rows of a CSV file without a header line; the cells are `columns` in order."""
-    return _read_csv(file, columns=columns)
+    return _read_csv(file, BadRowLog(), columns=columns)
 
 
 def _read_parquet(file: Path) -> Iterator[Row]:
@@ -258,7 +266,7 @@ def _read_parquet(file: Path) -> Iterator[Row]:
         raise UserError(f"{file}: not a readable Parquet file ({reason}); fetch it again") from error
 
 
-def _read_csv(file: Path, *, columns: Sequence[str] | None = None) -> Iterator[Row]:
+def _read_csv(file: Path, bad_rows: BadRowLog, *, columns: Sequence[str] | None = None) -> Iterator[Row]:
     text = _decode(file.read_bytes(), where=str(file))
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
@@ -267,12 +275,13 @@ def _read_csv(file: Path, *, columns: Sequence[str] | None = None) -> Iterator[R
             raise UserError(f"{file} line 1: the header needs a distinct name for every column, not {header}")
         for cells in reader:
             where = f"{file} line {reader.line_num}"
-            if cells and len(cells) != len(header):
-                raise UserError(
-                    f"{where}: {len(cells)} cells under {len(header)} columns; quote cells that hold commas"
-                )
-            if cells:
-                yield Row(where=where, values=dict(zip(header, cells, strict=True)))
+            with bad_rows:
+                if cells and len(cells) != len(header):
+                    raise UserError(
+                        f"{where}: {len(cells)} cells under {len(header)} columns; quote cells that hold commas"
+                    )
+                if cells:
+                    yield Row(where=where, values=dict(zip(header, cells, strict=True)))
     except csv.Error as error:
         raise UserError(f"{file} line {reader.line_num}: not valid CSV ({error}); repair or remove it") from error
 
@@ -337,8 +346,9 @@ def _parse(text: str, *, where: str) -> Any:
     except _RepeatedKeyError as error:
         raise UserError(f"{where}: the column {error} occurs twice in one object; keep one of them") from error
     except json.JSONDecodeError as error:
+        problem = error.msg.removesuffix(" at")
         raise UserError(
-            f"{where}: not valid JSON ({error.msg} at its line {error.lineno}, column {error.colno}); repair it"
+            f"{where}: not valid JSON ({problem} at its line {error.lineno}, column {error.colno}); repair it"
         ) from error
     except ValueError as error:
         raise UserError(f"{where}: a whole number with too many digits; write it as a text, in quotes") from error

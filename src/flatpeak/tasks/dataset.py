@@ -165,4 +165,6 @@ def _split(examples: Sequence[Example], notice: str) -> ExampleTask:
         else:
             train.append(example)
     test.sort(key=itemgetter(0))
-    return ExampleTask(name="dataset", train=train, test=[example for _, example in test], notices=(notice,))
+    test_examples = [example for _, example in test]
+    repeated = repetition_notices(train, test_examples, remedy="leave them out of dataset")
+    return ExampleTask(name="dataset", train=train, test=test_examples, notices=(notice, *repeated))

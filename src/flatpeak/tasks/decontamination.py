@@ -31,6 +31,8 @@ MIN_WORDS: Final = 8
 """Shorter evaluation questions overlap only with equal questions."""
 MAX_SHARED: Final = 10
 """An n-gram in more evaluation questions than this does not identify any of them."""
+_MAX_READ: Final = 1_000_000
+"""The characters of a question that are split into words; the rest counts as one word, to save time."""
 _ROUNDING: Final = 1e-9
 _NUMBER: Final = "#"
 # A number keeps its inner signs (1.5, 3:4) and a final "!", so that 5! and 5 stay different; a symbol such as + or ( is
@@ -110,9 +112,11 @@ class EvaluationSet:
 
 
 def repetition_notices(train: Sequence[Example], test: Sequence[Example], *, remedy: str) -> tuple[str, ...]:
-    """Notices about training questions that are also test questions, and questions with several answers."""
+    """Notices about questions that training rows repeat, are also test questions, or have several answers."""
     train_keys, test_keys = ([question_key(example.question) for example in side] for side in (train, test))
     notices = []
+    if repeated := len(train_keys) - len(frozenset(train_keys)):
+        notices.append(f"{repeated} of {len(train)} training rows kept although an earlier row asks the same; {remedy}")
     if shared := sum(map(frozenset(test_keys).__contains__, train_keys)):
         notices.append(
             f"{shared} of {len(train)} training rows kept although test rows ask the same, so that test accuracy may "
@@ -235,8 +239,9 @@ def word_set(question: str) -> WordSet:
 
 
 def _tokens(question: str) -> list[str]:
-    text = unicodedata.normalize("NFKC", question).casefold()
-    return _TOKEN.findall(_THOUSANDS.sub("", _HYPHEN.sub(" ", text)))
+    text = unicodedata.normalize("NFKC", question[:_MAX_READ]).casefold()
+    tokens: list[str] = _TOKEN.findall(_THOUSANDS.sub("", _HYPHEN.sub(" ", text)))
+    return [*tokens, question[_MAX_READ:]] if len(question) > _MAX_READ else tokens
 
 
 def _index_of(word_sets: Sequence[WordSet], *, threshold: float) -> NearDuplicateIndex:

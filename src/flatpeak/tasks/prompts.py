@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from string import Formatter
 from typing import Any, Final, Literal
@@ -13,6 +14,7 @@ from pydantic import Field, field_validator
 from flatpeak.errors import UserError, check_characters, did_you_mean
 from flatpeak.protocols import Tokenizer
 from flatpeak.tasks.conversations import conversation_text
+from flatpeak.tasks.long_texts import bounded_tokens, whole_up_to
 from flatpeak.types import Example, Message, Prompt
 from flatpeak.utils.control_tokens import TextEncoder, unquote
 from flatpeak.utils.schema import StrictConfig
@@ -104,9 +106,9 @@ def build_prompts(
     limit = _token_limit(config, max_tokens)
     encoder = TextEncoder(tokenizer)
     in_chat = config.template == CHAT
-    word = _chat_wording(encoder, config) if in_chat else _text_wording(encoder, config)
+    word = _chat_wording(encoder, config, limit) if in_chat else _text_wording(encoder, config, limit)
     prompts: list[Prompt] = []
-    too_long: list[tuple[int, str]] = []
+    too_long: list[tuple[bool, int, str]] = []
     fewer_shots = 0
     interned: dict[int, int] = {}
     for example in examples:
@@ -117,7 +119,7 @@ def build_prompts(
                 f"example {example.id!r} makes an empty prompt: give it a question, or use a prompt.template"
             )
         if len(wording.token_ids) > limit:
-            too_long.append((len(wording.token_ids), example.id))
+            too_long.append((len(wording.text) > whole_up_to(limit), len(wording.token_ids), example.id))
             if config.overlong != "truncate_left":
                 continue
             wording = _shorten_question(example, word, in_chat=in_chat, limit=limit)
@@ -179,7 +181,13 @@ def word_messages(
     The contents of `messages` count as part of the template, except for texts quoted in them. UserError if the template
     cannot be used.
     """
-    tokenizer = encoder.tokenizer
+    text = _render(encoder.tokenizer, messages, config)
+    # The template has already written every special token into the text, including the beginning of the sequence.
+    return unquote(text), tuple(encoder.encode(text))
+
+
+def _render(tokenizer: Tokenizer, messages: Sequence[Message], config: PromptConfig) -> str:
+    """The quoted text of a conversation in the chat template. UserError if the template cannot be used."""
     if not tokenizer.chat_template:
         raise UserError(
             "prompt.template=chat: this tokenizer has no chat template; use prompt.template=r1_zero, plain or a file, "
@@ -190,17 +198,15 @@ def word_messages(
             raise UserError(f"prompt.chat_template_kwargs.{key} is not a choice here: remove it")
     kwargs: dict[str, Any] = {**config.chat_template_kwargs, "tokenize": False, "add_generation_prompt": True}
     try:
-        text = tokenizer.apply_chat_template(list(messages), **kwargs)
+        return str(tokenizer.apply_chat_template(list(messages), **kwargs))
     except Exception as error:  # a template may raise anything, not only jinja2's errors
         raise UserError(
             f"prompt.template=chat: the chat template refuses the messages ({error}); remove prompt.system or "
             "change prompt.chat_template_kwargs"
         ) from error
-    # The template has already written every special token into the text, including the beginning of the sequence.
-    return unquote(text), tuple(encoder.encode(text))
 
 
-def _text_wording(encoder: TextEncoder, config: PromptConfig) -> _Word:
+def _text_wording(encoder: TextEncoder, config: PromptConfig, limit: int) -> _Word:
     """The wording that inserts the question into a text template."""
     for key in _CHAT_SETTINGS:
         if getattr(config, key) != getattr(PromptConfig(), key):
@@ -211,7 +217,8 @@ def _text_wording(encoder: TextEncoder, config: PromptConfig) -> _Word:
     def word(question: str, before: Sequence[Message]) -> _Wording:
         # Not str.format: other braces in the template (LaTeX, JSON) are text.
         text = template.replace(PLACEHOLDER, encoder.quote(question))
-        return _Wording(text=unquote(text), token_ids=tuple(_encode(encoder, text)), ends_in_question=ends_in_question)
+        token_ids = bounded_tokens(text, limit, encode=partial(_encode, encoder))
+        return _Wording(text=unquote(text), token_ids=token_ids, ends_in_question=ends_in_question)
 
     return word
 
@@ -248,7 +255,7 @@ def _encode(encoder: TextEncoder, text: str) -> list[int]:
     return ids
 
 
-def _chat_wording(encoder: TextEncoder, config: PromptConfig) -> _Word:
+def _chat_wording(encoder: TextEncoder, config: PromptConfig, limit: int) -> _Word:
     """The wording that inserts the question into the tokenizer's chat template, as the user's message."""
     system: tuple[Message, ...] = () if config.system is None else ({"role": "system", "content": config.system},)
     # Fails early if the template is unusable.
@@ -264,8 +271,13 @@ def _chat_wording(encoder: TextEncoder, config: PromptConfig) -> _Word:
             )
             for quote in (str, encoder.quote)
         )
-        text, token_ids = word_messages(encoder, quoted, config)
-        return _Wording(text=text, token_ids=token_ids, messages=asked, ends_in_question=sample.rstrip().endswith("?"))
+        text = _render(encoder.tokenizer, quoted, config)
+        return _Wording(
+            text=unquote(text),
+            token_ids=bounded_tokens(text, limit, encode=encoder.encode),
+            messages=asked,
+            ends_in_question=sample.rstrip().endswith("?"),
+        )
 
     return word
 
@@ -321,14 +333,17 @@ def _shorten_question(example: Example, word: _Word, *, in_chat: bool, limit: in
     return best
 
 
-def _overlong_message(too_long: Sequence[tuple[int, str]], config: PromptConfig, *, total: int, limit: int) -> str:
-    """The error about prompts that are too long, given (tokens, id of the example) for each."""
-    tokens, example_id = max(too_long)
+def _overlong_message(
+    too_long: Sequence[tuple[bool, int, str]], config: PromptConfig, *, total: int, limit: int
+) -> str:
+    """The error about prompts that are too long, given for each whether `tokens` is a bound, tokens, and its id."""
+    is_bound, tokens, example_id = max(too_long)
     choices = "prompt.overlong=truncate_left" if config.overlong == "drop" else "prompt.overlong=drop or truncate_left"
+    has = "has at least" if is_bound else "has"
     room = "a larger prompt.max_tokens" if config.max_tokens == limit else "a smaller rollout.max_new_tokens"
     return (
-        f"{len(too_long)} of {total} prompts exceed {limit} tokens (the longest has {tokens}, example {example_id!r}): "
-        f"set {choices}, or {room}"
+        f"{len(too_long)} of {total} prompts exceed {limit} tokens (the longest {has} {tokens}, example "
+        f"{example_id!r}): set {choices}, or {room}"
     )
 
 

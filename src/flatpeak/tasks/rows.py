@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from typing import Annotated, Any, Literal
@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from flatpeak.errors import UserError
+from flatpeak.tasks.bad_rows import BadRowLog, BadRows
 from flatpeak.tasks.conversations import conversation_text, read_messages, split_answer
 from flatpeak.tasks.data_files import ExampleTask, Row, SeededConfig, SourceConfig, cell_of, read_source
 from flatpeak.tasks.decontamination import (
@@ -27,7 +28,7 @@ from flatpeak.tasks.prompts import field_names, fill
 from flatpeak.types import Example, Message
 from flatpeak.utils.answers import is_integer, normalize_gold
 
-Split = tuple[tuple[Example, ...], tuple[Example, ...]]
+Sides = tuple[tuple[Example, ...], tuple[Example, ...]]
 
 
 class RowsConfig(SeededConfig):
@@ -54,6 +55,9 @@ class RowsConfig(SeededConfig):
     """Drop training rows that overlap an evaluation set; null: keep them."""
     integers_only: bool = False
     """Keep only rows whose gold answer is an integer."""
+    bad_rows: BadRows = "refuse"
+    """The treatment of rows that cannot be read or lack a question or an answer. refuse: raise an error at the first.
+    skip: leave them out and count them, up to ten, or one in a hundred if these are more; beyond, raise an error."""
 
     def load(self) -> ExampleTask:
         """Read the sources and split them.
@@ -67,11 +71,10 @@ class RowsConfig(SeededConfig):
         """
         if not self.train and not self.test:
             raise UserError("task names no data: give task.train or task.test at least one source")
-        train, test = _split(self)
-        notices: tuple[str, ...] = ()
+        train, test, notices = _split(self)
         if self.overlap is not None and train:
             train, notice = drop_overlap(train, self.overlap)
-            notices = (notice,)
+            notices += (notice,)
         notices += repetition_notices(train, test, remedy="task.deduplicate=true drops them")
         return ExampleTask(name=self.name, train=train, test=test, notices=notices)
 
@@ -94,13 +97,16 @@ def drop_overlap(train: Sequence[Example], config: OverlapConfig) -> tuple[tuple
     return kept, overlap.notice
 
 
-def _split(config: RowsConfig) -> Split:
-    train = _read_sources(config, "train", config.train)
-    test = _read_sources(config, "test", config.test)
+def _split(config: RowsConfig) -> tuple[tuple[Example, ...], tuple[Example, ...], tuple[str, ...]]:
+    """The training rows, the test rows, and notices."""
+    bad_rows = BadRowLog(config.bad_rows)
+    train = _read_sources(config, "train", config.train, bad_rows)
+    test = _read_sources(config, "test", config.test, bad_rows)
+    notices = bad_rows.notices()
     if config.deduplicate:
         train = _without_duplicates(train, known={question_key(example.question) for example in test})
     if not config.test:
-        return _split_by_fraction(train, config)
+        return *_split_by_fraction(train, config), notices
     for side, sources, examples in (("train", config.train, train), ("test", config.test, test)):
         if sources and not examples:
             raise _no_rows(side, sources)
@@ -114,54 +120,80 @@ def _split(config: RowsConfig) -> Split:
             replace(example, columns={**example.columns, "near_train": is_near})
             for example, is_near in zip(test, near, strict=True)
         ]
-    return tuple(train), tuple(test)
+    return tuple(train), tuple(test), notices
 
 
-def _read_sources(config: RowsConfig, side: str, sources: Sequence[SourceConfig]) -> list[Example]:
+def _read_sources(config: RowsConfig, side: str, sources: Sequence[SourceConfig], bad_rows: BadRowLog) -> list[Example]:
     """The examples of all sources, concatenated. If there are several sources, ids contain the source's position."""
     alone = len(config.train) + len(config.test) == 1
     examples: list[Example] = []
     for position, source in enumerate(sources):
         option = f"task.{side}.{position}"
         prefix = "" if alone else f"{side}.{position}/"
-        rows = read_source(source, option=option)
-        examples += examples_of(rows, source, option=option, prefix=prefix, integers_only=config.integers_only)
+        rows = read_source(source, option=option, bad_rows=bad_rows)
+        examples += examples_of(
+            rows, source, option=option, prefix=prefix, integers_only=config.integers_only, bad_rows=bad_rows
+        )
     return examples
 
 
 def examples_of(
-    rows: Iterable[Row], source: SourceConfig, *, option: str, prefix: str = "", integers_only: bool = False
+    rows: Iterable[Row],
+    source: SourceConfig,
+    *,
+    option: str,
+    prefix: str = "",
+    integers_only: bool = False,
+    bad_rows: BadRowLog | None = None,
 ) -> list[Example]:
-    """The rows of a source as examples, whose ids begin with `prefix`. UserError with the place of a bad row.
+    """The rows of a source as examples, whose ids begin with `prefix`.
 
-    `option` is the dotted key of the source. `integers_only` leaves out rows whose gold answer is no integer.
+    UserError with the place of a bad row, unless `bad_rows` skips it. `option` is the dotted key of the source.
+    `integers_only` leaves out rows whose gold answer is no integer.
     """
     pattern = _pattern(source, option=option)
+    _check_expressions(source, option=option)
+    bad_rows = bad_rows or BadRowLog()
     examples: list[Example] = []
     where_by_id: dict[str, str] = {}
     for index, row in enumerate(rows):
-        golds = _golds(row, source, pattern, option=option, integers_only=integers_only)
-        if golds is None:
-            continue
-        id = str(index) if source.id is None else _compose(source.id, row, option=f"{option}.id") or ""
-        if not id or id in where_by_id:
-            problem = f"id {id!r} occurs already at {where_by_id[id]}" if id else f"no id in column {source.id!r}"
-            raise UserError(f"{row.where}: {problem}; make ids unique, or number the rows with {option}.id=null")
-        where_by_id[id] = row.where
-        question, messages, reply = _question(row, source, option=option)
-        rationale = reply if source.rationale is None else _rationale(source, row, golds[0], option=option)
-        examples.append(
-            Example(
-                id=prefix + id,
-                question=question,
-                gold=golds[0],
-                other_golds=golds[1:],
-                messages=messages,
-                rationale=rationale,
-                columns=row.values,
-            )
-        )
+        with bad_rows:
+            golds = _golds(row, source, pattern, option=option, integers_only=integers_only)
+            if golds is not None:
+                id = str(index) if source.id is None else _compose(source.id, row, option=f"{option}.id") or ""
+                _check_id(id, row, where_by_id, option=option, column=source.id)
+                examples.append(_example(row, source, golds, id=prefix + id, option=option))
+                where_by_id[id] = row.where
+            bad_rows.usable += 1
     return examples
+
+
+def _check_expressions(source: SourceConfig, *, option: str) -> None:
+    """UserError for a format string that no row could fill."""
+    for name in ("question", "answer", "rationale", "id"):
+        expression = getattr(source, name)
+        if expression is not None and "{" in expression:
+            field_names(expression, option=f"{option}.{name}")
+
+
+def _check_id(id: str, row: Row, where_by_id: Mapping[str, str], *, option: str, column: str | None) -> None:
+    """UserError for an id that is missing or belongs to an earlier row."""
+    if not id or id in where_by_id:
+        problem = f"id {id!r} occurs already at {where_by_id[id]}" if id else f"no id in column {column!r}"
+        raise UserError(f"{row.where}: {problem}; make ids unique, or number the rows with {option}.id=null")
+
+
+def _example(row: Row, source: SourceConfig, golds: tuple[str, ...], *, id: str, option: str) -> Example:
+    question, messages, reply = _question(row, source, option=option)
+    return Example(
+        id=id,
+        question=question,
+        gold=golds[0],
+        other_golds=golds[1:],
+        messages=messages,
+        rationale=reply if source.rationale is None else _rationale(source, row, golds[0], option=option),
+        columns=row.values,
+    )
 
 
 def _question(row: Row, source: SourceConfig, *, option: str) -> tuple[str, tuple[Message, ...], str | None]:
@@ -267,7 +299,7 @@ def _no_rows(side: str, sources: Sequence[SourceConfig]) -> UserError:
     )
 
 
-def _split_by_fraction(examples: Sequence[Example], config: RowsConfig) -> Split:
+def _split_by_fraction(examples: Sequence[Example], config: RowsConfig) -> Sides:
     if not examples:
         raise _no_rows("train", config.train)
     keys = cluster_keys([example.question for example in examples], threshold=config.near_duplicates)
