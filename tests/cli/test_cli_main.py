@@ -55,7 +55,7 @@ def test_the_list_of_commands_cuts_no_sentence_short():
     [
         ("optimizer.learning", ["optimizer.learning_rate"]),
         ("optim", ["optimizer."]),
-        ("task", ["task."]),
+        ("task", ["task.", "tasks"]),
         ("nothing", []),
     ],
 )

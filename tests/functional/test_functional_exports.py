@@ -8,7 +8,7 @@ from flatpeak import functional
 from flatpeak.functional import losses, sampler_correction
 
 SIGNATURES = {
-    "bootstrap_interval": "values, *, confidence=0.95, num_resamples=10000, seed=0",
+    "bootstrap_interval": "values, *, weights=None, confidence=0.95, num_resamples=10000, seed=0",
     "bradley_terry_loss": "chosen_P, rejected_P, *, margin=0.0",
     "calibration_error": "probabilities_N, outcomes_N, *, bins=10",
     "centering_penalty": "chosen_P, rejected_P",
