@@ -137,13 +137,13 @@ regularization ([scaling](scaling.md)).
 | KL | coefficient 0; k3, in the loss | `beta` 0; k3 times the ratio, in the loss | none; `use_kl_loss` adds 0.001 |
 | Clip | 0.2 / 0.2 | 0.2 / 0.2 | 0.2 / 0.2, and dual clip 3 |
 | Temperature | 1.0 | 1.0 | 1.0 |
-| Prompts x completions per step | 32 x 8 | 8 completions per device, in groups of 8 | 1024 x 1 |
+| Prompts x completions per step | 32 x 8; without a recipe 16 x 8 | 8 per device, in groups of 8 | 1024 x 1 |
 | Longest completion | 256 | 512 | 512 |
 | Learning rate | 1e-6, constant | 1e-6, linear to 0 | 1e-6, constant |
 | Adam's betas, weight decay | 0.9, 0.95; 0 | 0.9, 0.999; 0 | weight decay 0.01 |
 | Precision | float32 | bfloat16 autocast | bfloat16 rollouts |
 | Dropout of the model | off | on (`disable_dropout` is false) | |
-| Evaluation | before training, every 50 steps, at the end | none | before training |
+| Evaluation | before training, every 50 steps (without a recipe 20), at the end | none | before training |
 
 TRL's column is `GRPOConfig` of 1.16.0, verl's `_generated_ppo_trainer.yaml` at 035682e. GRPO is the default of flatpeak
 and TRL. verl and OpenRLHF default to GAE with a critic. OpenRLHF also subtracts a KL (k1, 0.01) from the reward.

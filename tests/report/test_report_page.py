@@ -177,6 +177,17 @@ def test_equal_completions_of_a_group_are_shown_once_with_their_count(run):
     assert "3 of 4: reward 1.000" in Page(write_report(run.path).read_text()).text
 
 
+def test_a_system_message_that_all_prompts_share_does_not_hide_their_questions(run):
+    for path in run.rollouts.glob("*.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        asked = [{**row, "prompt": f"<|system|>Be brief.<|user|>{row['group']}?"} for row in rows]
+        path.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    assert all(
+        group["question"].endswith("?") and "Be brief" not in group["question"] for group in groups_over_run(run)
+    )
+    assert all("Be brief" in group["prompt"] for group in groups_over_run(run))
+
+
 def test_a_long_run_shows_groups_of_evenly_spaced_steps(run):
     for step in range(50, 150):
         rows = [rollout(f"g{n}", index, float(index), f"text {index}") for n in range(5) for index in range(2)]

@@ -117,6 +117,19 @@ def test_a_format_that_was_learned_without_the_task_is_a_warning() -> None:
     assert warnings(steps(10), learning) == []
 
 
+def test_a_reward_that_rises_while_accuracy_falls_is_a_warning_of_hacking() -> None:
+    rising = steps(10, reward__mean=(0.7, 1.2))
+    falling = [
+        evaluation("start", 0, accuracy=0.1),
+        evaluation("sft", 5, accuracy=0.6),
+        evaluation("train", 9, accuracy=0.0),
+    ]
+    (text,) = warnings(rising, falling)
+    assert text.startswith("The reward rose from 0.70 to 1.20, but held-out accuracy fell from 0.600 to 0.000")
+    assert warnings(rising, EVALUATIONS) == []
+    assert warnings(steps(10, reward__mean=(1.2, 0.7)), falling) == []
+
+
 def test_phases_have_their_share_of_time_and_their_peak_of_memory() -> None:
     row = {"stage": "train", "step": 1, "time/rollout": 3.0, "time/train": 1.0, "memory/rollout_peak_gib": 1.5}
     table = phases([row, {**row, "memory/rollout_peak_gib": 1.25}, {"stage": "sft", "time/train": 99.0}])

@@ -214,7 +214,10 @@ def _path(key: Any, *, label: str) -> tuple[str, ...]:
     if not all(path):
         raise UserError(f"{label}: write key.path=value, such as optimizer.learning_rate=1e-5")
     if path[0] == "extends":
-        raise UserError(f"{label}: extends belongs in a recipe")
+        raise UserError(
+            f"{label}: extends belongs in a recipe: write a file with the line `extends: [RECIPE, RECIPE]`, such as "
+            "[flatpeak:tasks/gsm8k, flatpeak:algorithms/dr_grpo], and train that"
+        )
     return path
 
 

@@ -261,7 +261,8 @@ def check_golds(objects: CallerObjects, *, built_in: bool) -> None:
     functions = list(reward.values()) if isinstance(reward, Mapping) else [reward]
     if (reward is None and built_in) or any(map(_asks_for_gold, functions)):
         raise UserError(
-            f"dataset has no column with gold answers, which the reward asks for: name it {' or '.join(GOLDS[:4])}"
+            f"dataset has no column with gold answers, which the reward asks for: name it {' or '.join(GOLDS[:4])}; a "
+            "recipe with task.type=rows can name any column (task.train.0.answer=extra_info.label)"
         )
 
 

@@ -102,7 +102,7 @@ def _build(section: TaskConfig, *, where: str) -> Task:
     try:
         return build_task(section)
     except UserError as error:
-        error.args = (f"{where}: {error}",)
+        error.args = (f"{where}: {error}".replace("(task.", f"({where}."),)
         raise
 
 

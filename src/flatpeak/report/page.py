@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, Final
 
@@ -256,7 +257,11 @@ def groups_over_run(run: RunPaths) -> list[dict[str, Any]]:
                     groups.setdefault(row["group"], []).append(row)
         for group in sorted(groups.values(), key=_spread, reverse=True)[: max(1, GROUPS // len(chosen))]:
             groups_of_page.append(_group(step, group))
-    return groups_of_page
+    # A system message that all prompts share would hide their questions.
+    prompts = [group["prompt"] for group in groups_of_page]
+    shared = commonprefix(prompts) if len(prompts) > 1 else ""  # noqa: RUF071 - texts, not paths
+    start = max(map(shared.rfind, "\n>]")) + 1
+    return [{**group, "question": group["prompt"][start:]} for group in groups_of_page]
 
 
 def _evenly(steps: Sequence[int], count: int) -> list[int]:

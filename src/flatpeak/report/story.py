@@ -26,6 +26,8 @@ _NARROW: Final = 0.1
 """Entropy below this share of its start leaves little to explore."""
 _SAME: Final = 0.02
 """A change of accuracy that is no progress."""
+_FALL: Final = 0.1
+"""A fall of accuracy beyond noise."""
 _RISE: Final = 0.005
 """The least rise of the reward that is progress, relative to it: rewards have any scale."""
 PHASES: Final = {
@@ -75,7 +77,7 @@ def warnings(rows: Sequence[Row], evaluations: Sequence[StageEvaluation], *, lim
     if len(trained) < 3:
         return []
     ends = _Ends(first=trained[: _share(trained)], last=trained[-_share(trained) :])
-    return [*_step_warnings(ends, limit), *_format_warning(evaluations)]
+    return [*_hacking_warning(ends, evaluations), *_step_warnings(ends, limit), *_format_warning(evaluations)]
 
 
 def _share(rows: Sequence[Row]) -> int:
@@ -93,6 +95,20 @@ class _Ends:
         """The metric's mean over the first steps and over the last; None where one of them lacks it."""
         both = [[row[metric] for row in rows if row.get(metric) is not None] for rows in (self.first, self.last)]
         return (fmean(both[0]), fmean(both[1])) if all(both) else None
+
+
+def _hacking_warning(ends: _Ends, evaluations: Sequence[StageEvaluation]) -> Iterator[str]:
+    """The warning about a policy that earns reward without doing the task."""
+    reward = ends.of("reward/mean")
+    before = [e for e in evaluations if e.stage != "train"][-1:]
+    measured = [*before, *(e for e in evaluations if e.stage == "train")]
+    known = [right for e in measured if (right := e.metrics.get("accuracy")) is not None]
+    if reward is not None and len(known) > 1 and reward[1] > reward[0] and known[-1] < known[0] - _FALL:
+        yield (
+            f"The reward rose from {reward[0]:.2f} to {reward[1]:.2f}, but held-out accuracy fell from {known[0]:.3f} "
+            f"to {known[-1]:.3f}: the policy earns reward without doing the task (reward hacking). Read some "
+            "completions, lower the weight of the reward that they earn, or add kl.coefficient=0.04."
+        )
 
 
 def _step_warnings(ends: _Ends, limit: int | None) -> Iterator[str]:

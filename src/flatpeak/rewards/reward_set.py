@@ -361,7 +361,8 @@ def as_reward(
             components = [_component(name or function_name(obj), obj)]
         case _ if not callable(obj):
             raise UserError(
-                f"reward is {describe_value(obj)}: pass a function, a mapping from names to functions, or a RewardSet"
+                f"reward is {describe_value(obj)}: pass a function, or several by name, with weights or without: "
+                "{'right': f, 'short': (g, 0.1)}"
             )
         case _ if _takes_groups(obj):
             return CallersReward(obj)

@@ -21,6 +21,7 @@ QUESTIONS: Final = ("prompt", "question", "problem", "messages", "instruction", 
 GOLDS: Final = (
     *("answer", "gold", "ground_truth", "solution", "answers", "final_answer", "reference_answer", "correct_answer"),
     *("gold_answer", "expected_answer", "expected", "reference", "target", "label", "reward_model.ground_truth"),
+    *("extra_info.answer", "metadata.answer"),
 )
 """Names of the column with the gold answer."""
 HELD_OUT: Final = ("test", "validation", "eval", "dev")
