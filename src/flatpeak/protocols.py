@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flatpeak.types import Example, Group, Prompt, SamplingParams, Scores
+    from flatpeak.utils.out_of_memory import Halvings
 
 
 class Task(Protocol):
@@ -87,6 +88,9 @@ class Sampler:
     def stop_when(self, stopping: Callable[[], bool]) -> None:
         """Make waits for servers or processes raise StoppedError once `stopping()` is true."""
 
+    def halve_with(self, halvings: Halvings) -> None:
+        """Draw fewer completions at once from now on where memory runs out."""
+
     def close(self) -> None:
         """End processes and threads, and delete temporary files."""
 
@@ -129,6 +133,10 @@ class WrappedSampler(Sampler):
     def stop_when(self, stopping: Callable[[], bool]) -> None:
         """Make the wrapped sampler stop waiting once `stopping()` is true."""
         self.sampler.stop_when(stopping)
+
+    def halve_with(self, halvings: Halvings) -> None:
+        """Let the wrapped sampler draw fewer completions at once where memory runs out."""
+        self.sampler.halve_with(halvings)
 
     def close(self) -> None:
         """Close the wrapped sampler."""
