@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flatpeak.types import Example, Group, Prompt, SamplingParams, Scores
-    from flatpeak.utils.out_of_memory import Halvings
 
 
 class Task(Protocol):
@@ -88,8 +87,8 @@ class Sampler:
     def stop_when(self, stopping: Callable[[], bool]) -> None:
         """Make waits for servers or processes raise StoppedError once `stopping()` is true."""
 
-    def halve_with(self, halvings: Halvings) -> None:
-        """Draw fewer completions at once from now on where memory runs out."""
+    def halve_with(self, halvings: Any) -> None:
+        """Draw fewer completions at once where memory runs out; `halvings`: the run's out_of_memory.Halvings."""
 
     def close(self) -> None:
         """End processes and threads, and delete temporary files."""
@@ -134,7 +133,7 @@ class WrappedSampler(Sampler):
         """Make the wrapped sampler stop waiting once `stopping()` is true."""
         self.sampler.stop_when(stopping)
 
-    def halve_with(self, halvings: Halvings) -> None:
+    def halve_with(self, halvings: Any) -> None:
         """Let the wrapped sampler draw fewer completions at once where memory runs out."""
         self.sampler.halve_with(halvings)
 

@@ -155,7 +155,7 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
         torch.nn.utils.clip_grads_with_norm_(weights, self.largest_norm, norm)
         return norm
 
-    def count_passes(self, tokens: int, *batches: Batch) -> int:
+    def micro_batch_count(self, tokens: int, *batches: Batch) -> int:
         """The number of micro-batches of an update, for micro-batches of at most so many tokens."""
         return sum(count_micro_batches(batch, tokens, padded=self.pads(self.policy)) for batch in batches)
 

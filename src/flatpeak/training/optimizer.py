@@ -267,11 +267,11 @@ class BaseLearner(ABC, Generic[Data, Statistics]):
         return self.bound.value
 
     @abstractmethod
-    def count_passes(self, tokens: int, *batches: Data) -> int:
+    def micro_batch_count(self, tokens: int, *batches: Data) -> int:
         """The number of micro-batches of an update, for micro-batches of at most so many tokens."""
 
     def rewind(self, state: Mapping[str, Any]) -> None:
-        """Forget passes whose gradient is computed again; `state` is the learner's from before them."""
+        """Undo passes whose gradient is computed again; `state` is the learner's from before them."""
         self.zero_grad()
 
     @abstractmethod
@@ -324,7 +324,7 @@ class BaseLearner(ABC, Generic[Data, Statistics]):
             start.restore()
             self.rewind(state)
 
-        for attempt in self.bound.attempts(lambda tokens: self.count_passes(tokens, *batches), again=again):
+        for attempt in self.bound.attempts(lambda tokens: self.micro_batch_count(tokens, *batches), again=again):
             with attempt, self.checked_layers():
                 statistics = self.accumulate_gradients(*batches)
         self.check(statistics)

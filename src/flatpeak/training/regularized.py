@@ -168,7 +168,7 @@ class RegularizedLearner(Learner):
             statistics.loss += float(loss.detach())
 
     def rewind(self, state: Mapping[str, Any]) -> None:
-        """Forget passes whose gradient is computed again: their update is counted once."""
+        """Undo passes whose gradient is computed again: their update is counted once."""
         super().rewind(state)
         self.regularizer.schedule.load(state)
         self.regularizer.guard.load(state)

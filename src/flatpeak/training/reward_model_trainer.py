@@ -221,7 +221,7 @@ class PreferenceLearner(BaseLearner[Sequence[EncodedPair], PairStatistics]):
             statistics.accuracy += float(preference_accuracy(chosen_P, rejected_P).detach().sum()) / size
         return statistics
 
-    def count_passes(self, tokens: int, *batches: Sequence[EncodedPair]) -> int:
+    def micro_batch_count(self, tokens: int, *batches: Sequence[EncodedPair]) -> int:
         """The number of micro-batches of an update, for micro-batches of at most so many tokens."""
         return sum(len(list(length_batches(pair_lengths(pairs), budget=tokens))) for pairs in batches)
 
