@@ -87,6 +87,9 @@ class Sampler:
     def stop_when(self, stopping: Callable[[], bool]) -> None:
         """Make waits for servers or processes raise StoppedError once `stopping()` is true."""
 
+    def halve_with(self, halvings: Any) -> None:
+        """Draw fewer completions at once where memory runs out; `halvings`: the run's out_of_memory.Halvings."""
+
     def close(self) -> None:
         """End processes and threads, and delete temporary files."""
 
@@ -129,6 +132,10 @@ class WrappedSampler(Sampler):
     def stop_when(self, stopping: Callable[[], bool]) -> None:
         """Make the wrapped sampler stop waiting once `stopping()` is true."""
         self.sampler.stop_when(stopping)
+
+    def halve_with(self, halvings: Any) -> None:
+        """Let the wrapped sampler draw fewer completions at once where memory runs out."""
+        self.sampler.halve_with(halvings)
 
     def close(self) -> None:
         """Close the wrapped sampler."""

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -103,7 +104,12 @@ def _show(recipe: str, planned: RunPlan, advice: tuple[Advice, ...], measured: M
     for line in (*_work_lines(planned), *(f"note: {note}" for note in planned.notes), ""):
         console.print(line, soft_wrap=True)
     console.print(_memory_table(planned))
-    for line in (*_verdict(planned), *_advice_lines(planned, advice), _disk_line(planned), *_measured_lines(measured)):
+    for line in (
+        *_verdict(planned),
+        *_advice_lines(planned, advice),
+        *_disk_lines(planned),
+        *_measured_lines(measured),
+    ):
         console.print(line, soft_wrap=True)
 
 
@@ -206,12 +212,17 @@ def _value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else "{}" if value == {} else str(value)
 
 
-def _disk_line(planned: RunPlan) -> str:
+def _disk_lines(planned: RunPlan) -> Iterator[str]:
+    from flatpeak.runs.disk_space import too_full
+
     disk = planned.disk
     logs = f" and {_size(disk.logged_steps * disk.rollout_log)} GiB of rollouts" if disk.logged_steps else ""
     kept = f"run.keep_checkpoints={planned.config.run.keep_checkpoints} beside the first, the best and the last"
     size = f"{_size(disk.checkpoint)} GiB, {_size(disk.checkpoints * disk.checkpoint)} GiB in all ({kept})"
-    return f"disk: at most {disk.checkpoints} checkpoints of {size}{logs}"
+    yield f"disk: at most {disk.checkpoints} checkpoints of {size}{logs}"
+    if not disk.fits:
+        run = planned.config.run
+        yield f"warning: {too_full(Path(run.directory) / run.name, checkpoint=disk.checkpoint, free=disk.free)}"
 
 
 def _measured_lines(measured: Measurement | None) -> Iterator[str]:

@@ -22,6 +22,7 @@ from flatpeak.runs.notices import NoticeLog, RecordedProgress
 from flatpeak.training.recorder import Recorder
 from flatpeak.utils.host_memory import keep_freed_memory
 from flatpeak.utils.huggingface import no_progress_bar
+from flatpeak.utils.out_of_memory import is_out_of_memory
 from flatpeak.utils.redaction import hide_secrets_of
 
 
@@ -172,7 +173,7 @@ def _log_error(run: RunPaths, error: Exception, *, saved: str) -> None:
 
 def _advice(error: Exception, run: RunPaths) -> str:
     """The remedy for an error for want of memory; empty for others."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate" in str(error):
+    if is_out_of_memory(error):
         return (
             f" (out of memory: flatpeak plan {run.config} says what would make it fit; try a lower "
             "training.micro_batch_tokens or rollout.max_rows, training.activation_checkpointing=true, "

@@ -32,6 +32,7 @@ from flatpeak.rollout.hf_generate import GenerateEngine
 from flatpeak.rollout.vllm.sampler import VLLMSampler
 from flatpeak.types import Group, Prompt, SamplingParams
 from flatpeak.utils.child_process import ChildProcess, Parent, ending
+from flatpeak.utils.out_of_memory import Halvings
 
 MEMORY: Final = Path("/dev/shm")
 WEIGHTS: Final = "weights.safetensors"
@@ -110,6 +111,10 @@ class PlainSampler(Sampler):
     def stop_when(self, stopping: Callable[[], bool]) -> None:
         """Raise StoppedError between two tokens once `stopping()` is true."""
         self.engine.stop_when(stopping)
+
+    def halve_with(self, halvings: Halvings) -> None:
+        """Draw fewer completions at once where memory runs out."""
+        self.engine.halve_with(halvings)
 
 
 def announce_decoding(policy: Policy, prompts: Sequence[Prompt], progress: Progress, *, max_new_tokens: int) -> None:

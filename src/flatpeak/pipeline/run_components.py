@@ -34,6 +34,7 @@ from flatpeak.policy.native_decoding import TORCH
 from flatpeak.rollout.config import VLLMConfig
 from flatpeak.rollout.vllm.weight_versions import checksums_of
 from flatpeak.runs.notices import RecordedProgress
+from flatpeak.training.checkpoint_size import CheckpointSize
 from flatpeak.training.diagnostics import ZeroAdvantageMonitor
 from flatpeak.training.optimizer import check_blocks
 from flatpeak.utils.environment import without_collection
@@ -53,7 +54,7 @@ def open_components(
             components = resources.enter_context(
                 closing(build_components(config, objects, checkpoint=checkpoint, progress=progress, ranks=run.ranks))
             )
-        policy, training = components.policy, config.training
+        policy, training, rl = components.policy, config.training, "train" in stages
         progress.say(model_line(policy.model, data=_data_line(config, components, stages)))
         _check_kernels(config, components, progress)
         run.resume_point.announce_engine(policy, progress)
@@ -74,6 +75,8 @@ def open_components(
                 evaluator=components.stoppable_evaluator(lambda: run.stop.signal is not None),
                 evaluation=config.evaluation,
                 record=make_prompt_record(config, task=components.task, objects=objects.names),
+                size=CheckpointSize.of(policy.model, config.optimizer if rl else config.sft.optimizer),
+                steps=(config.sft.steps, config.training.steps if rl else 0),
                 zero_advantages=zero_advantages,
                 # Rewards check themselves once the run's name is taken, since a judge is paid.
                 prepare=components.prepare,

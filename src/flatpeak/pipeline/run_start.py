@@ -25,6 +25,7 @@ from flatpeak.report.page import LiveReport
 from flatpeak.runs.callbacks import Callbacks, RunControl
 from flatpeak.runs.checkpoints import CheckpointState, newest_valid, read_checkpoint
 from flatpeak.runs.directory import RunDirectory, RunPaths
+from flatpeak.runs.disk_space import check_space
 from flatpeak.runs.manifest import flatten
 from flatpeak.runs.metrics import missing_steps, read_metrics
 from flatpeak.runs.notices import START, NoticeLog, RecordedProgress
@@ -32,11 +33,13 @@ from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import RunSummary
 from flatpeak.tracking.backend import RunFacts
 from flatpeak.tracking.trackers import Trackers, open_trackers
+from flatpeak.training.checkpoint_size import CheckpointSize
 from flatpeak.training.collect import Rollouts
 from flatpeak.training.diagnostics import ZeroAdvantageMonitor
 from flatpeak.training.history import History
-from flatpeak.training.recorder import Recorder
+from flatpeak.training.recorder import HALVED, Recorder
 from flatpeak.training.stage import StageTrainer
+from flatpeak.utils.out_of_memory import Halvings
 from flatpeak.utils.redaction import redact
 
 
@@ -119,6 +122,9 @@ class RunStart:
     evaluation: EvaluationConfig
     record: PromptRecord
     """The record that goes into every checkpoint."""
+    size: CheckpointSize
+    steps: Sequence[int]
+    """The steps of each stage."""
     zero_advantages: ZeroAdvantageMonitor | None = None
     prepare: Callable[[], None] = lambda: None
     """Called once the run's name is taken, before anything in the directory changes."""
@@ -144,6 +150,14 @@ def take_directory(run: Run, start: RunStart) -> RunDirectory | None:
     with run.ranks.together():
         if not run.ranks.is_first:
             return None
+        check_space(
+            run.paths,
+            checkpoint=start.size.total,
+            most=run.config.run.most_checkpoints(*start.steps),
+            resume=run.request.resume,
+            overwrite=run.request.overwrite,
+            notice=run.progress.notice,
+        )
         directory = RunDirectory.create(
             run.config.run,
             run.config.model_dump(mode="json"),
@@ -200,9 +214,14 @@ def open_recorder(run: Run, start: RunStart, directory: RunDirectory | None) -> 
         trackers=trackers,
         history=History(**newest.state["history"]) if newest else History(),
         texts={PROMPT_RECORD: start.record.with_base_of(earlier).as_text()},
+        model_bytes=start.size.model,
         zero_advantages=start.zero_advantages,
         evaluated=run.resume_point.evaluated,
         ranks=run.ranks,
+        # Several processes halve nothing: those with memory left would not answer.
+        halvings=Halvings(
+            run.progress.notice if run.ranks.size == 1 else None, newest.state.get(HALVED) if newest else None
+        ),
         callbacks=Callbacks(() if directory is None else run.request.callbacks, control),
     )
     if newest is not None:

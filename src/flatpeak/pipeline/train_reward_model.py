@@ -43,6 +43,7 @@ from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.callbacks import Callback
 from flatpeak.runs.checkpoints import CheckpointState
 from flatpeak.tasks.preferences import Preferences, PreferencesConfig, load_preferences
+from flatpeak.training.checkpoint_size import CheckpointSize
 from flatpeak.training.curriculum import Stream
 from flatpeak.training.reward_model_trainer import (
     EncodedPair,
@@ -124,6 +125,8 @@ def run_reward_model(request: RunRequest, *, model: Any = None, tokenizer: Any =
             record=make_prompt_record(
                 config, task=task.name, kind="reward_model", objects=() if model is None else ("model",)
             ),
+            size=CheckpointSize.of(classifier.model, section.optimizer),
+            steps=(section.steps,),
         )
         with training(run, start) as recorder:
             reference = test[:REFERENCE_PAIRS]

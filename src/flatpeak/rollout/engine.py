@@ -18,10 +18,11 @@ from flatpeak.errors import StoppedError
 from flatpeak.protocols import Sampler
 from flatpeak.rollout.randomness import completion_keys
 from flatpeak.rollout.scheduler import Admission, Schedule, longest_first
-from flatpeak.rollout.slots import CompletionBuffer, DecodeSlots, check_request
+from flatpeak.rollout.slots import MAX_ROWS, CompletionBuffer, DecodeSlots, check_request
 from flatpeak.rollout.stopping import StopStrings
 from flatpeak.types import Group, Prompt, SamplingParams
 from flatpeak.utils.buckets import in_buckets
+from flatpeak.utils.out_of_memory import Halvings, MemoryBound
 
 if TYPE_CHECKING:
     from flatpeak.protocols import Decoder
@@ -62,7 +63,7 @@ class NativeEngine(Sampler):
         """
         self._decoder = decoder
         self._device = torch.device(decoder.device)
-        self._max_rows = max_rows
+        self._rows = MemoryBound(MAX_ROWS, max_rows)
         self._compact_below = compact_below
         self._read_every = read_every or (1 if self._device.type == "cpu" else 8)
         self._prefill_tokens = prefill_tokens
@@ -74,8 +75,25 @@ class NativeEngine(Sampler):
     def stream(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> Iterator[tuple[int, Group]]:
-        """Pairs (index of the prompt, its group), in the order in which groups are completed."""
-        check_request(prompts, group_size, sampling, self._max_rows)
+        """Pairs (index of the prompt, its group), in the order in which groups are completed.
+
+        If memory runs out, the groups that are not complete are drawn again, in fewer slots.
+        """
+        check_request(prompts, group_size, sampling, self._rows.value)
+        left = dict(enumerate(prompts))
+        for attempt in self._rows.attempts(lambda rows: -(-len(left) * group_size // rows), again=self._free_slots):
+            with attempt:
+                indices = list(left)
+                for p, group in self._draw(list(left.values()), group_size=group_size, sampling=sampling, seed=seed):
+                    del left[indices[p]]
+                    yield indices[p], group
+
+    def _free_slots(self) -> None:
+        self._kept_slots = None
+
+    def _draw(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
+    ) -> Iterator[tuple[int, Group]]:
         if not prompts:
             return
         with self._decoding():
@@ -118,6 +136,10 @@ class NativeEngine(Sampler):
         """Schedule requests as when this state was saved."""
         self.expected_lengths = dict(state.get(EXPECTED_LENGTHS, {}))
 
+    def halve_with(self, halvings: Halvings) -> None:
+        """Use fewer slots from now on where memory runs out."""
+        halvings.apply(self._rows)
+
     def stop_when(self, stopping: Callable[[], bool]) -> None:
         """Raise StoppedError between two tokens once `stopping()` is true."""
         self._stopping = stopping
@@ -133,7 +155,7 @@ class NativeEngine(Sampler):
         return nullcontext() if prepare is None else prepare()
 
     def _plan(self, prompts: Sequence[Prompt], *, group_size: int) -> Schedule:
-        slots = min(self._max_rows, len(prompts) * group_size)
+        slots = min(self._rows.value, len(prompts) * group_size)
         return Schedule(
             longest_first(
                 [len(prompt.token_ids) for prompt in prompts],
@@ -153,7 +175,8 @@ class NativeEngine(Sampler):
         keys_N = completion_keys(seed, [prompt.id for prompt in prompts], group_size)
         slots = schedule.batch_size
         decode_slots = self._kept_slots
-        if decode_slots is None or decode_slots.request_key != (len(keys_N), sampling, slots, self._max_rows):
+        max_rows = self._rows.value
+        if decode_slots is None or decode_slots.request_key != (len(keys_N), sampling, slots, max_rows):
             buffer = CompletionBuffer(
                 keys_N,
                 sampling=sampling,
@@ -162,7 +185,7 @@ class NativeEngine(Sampler):
                 stop_strings=StopStrings(sampling.stop, self._decoder.tokenizer) if sampling.stop else None,
                 device=self._device,
             )
-            decode_slots = DecodeSlots(self._decoder, buffer, sampling=sampling, slots=slots, max_rows=self._max_rows)
+            decode_slots = DecodeSlots(self._decoder, buffer, sampling=sampling, slots=slots, max_rows=max_rows)
         else:
             decode_slots.buffer.restart(keys_N)
         decode_slots.open(

@@ -19,9 +19,10 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from flatpeak.errors import StoppedError
 from flatpeak.protocols import Sampler
 from flatpeak.rollout.randomness import completion_keys
-from flatpeak.rollout.slots import CompletionBuffer, check_request
+from flatpeak.rollout.slots import MAX_ROWS, CompletionBuffer, check_request
 from flatpeak.rollout.stopping import StopStrings
 from flatpeak.types import Completion, Group, Prompt, SamplingParams
+from flatpeak.utils.out_of_memory import Halvings, MemoryBound
 
 if TYPE_CHECKING:
     from flatpeak.protocols import Tokenizer
@@ -45,35 +46,47 @@ class GenerateEngine(Sampler):
         self._model = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._tokenizer = tokenizer
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._max_rows = max_rows
+        self._rows = MemoryBound(MAX_ROWS, max_rows)
         self._stopping: Callable[[], bool] = lambda: False
 
     def stop_when(self, stopping: Callable[[], bool]) -> None:
         """Raise StoppedError between two tokens once `stopping()` is true."""
         self._stopping = stopping
 
+    def halve_with(self, halvings: Halvings) -> None:
+        """Draw fewer completions at once where memory runs out."""
+        halvings.apply(self._rows)
+
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> list[Group]:
         """One group per prompt, in order; at most `max_rows` completions at a time."""
-        check_request(prompts, group_size, sampling, self._max_rows)
+        check_request(prompts, group_size, sampling, self._rows.value)
         stop_strings = StopStrings(sampling.stop, self._tokenizer) if sampling.stop else None
         keys_PG = completion_keys(seed, [prompt.id for prompt in prompts], group_size).view(len(prompts), group_size)
         completions: dict[tuple[int, int], Completion] = {}
+
+        def draw(chunk: Chunk) -> None:
+            buffer = CompletionBuffer(
+                keys_PG[list(chunk.prompts)][:, chunk.copies.start : chunk.copies.stop].flatten(),
+                sampling=sampling,
+                eos_token_ids=self._eos_token_ids,
+                tokenizer=self._tokenizer,
+                stop_strings=stop_strings,
+                device=self._model.device,
+            )
+            self._decode(buffer, [prompts[p].token_ids for p in chunk.prompts], len(chunk.copies))
+            indices = [(p, g) for p in chunk.prompts for g in chunk.copies]
+            completions.update(zip(indices, buffer.completions(range(buffer.count)), strict=True))
+
         lengths = [len(prompt.token_ids) for prompt in prompts]
-        with torch.no_grad(), _evaluation_mode(self._model), _default_generation_config(self._model):
-            for chunk in plan_chunks(lengths, group_size=group_size, max_rows=self._max_rows):
-                buffer = CompletionBuffer(
-                    keys_PG[list(chunk.prompts)][:, chunk.copies.start : chunk.copies.stop].flatten(),
-                    sampling=sampling,
-                    eos_token_ids=self._eos_token_ids,
-                    tokenizer=self._tokenizer,
-                    stop_strings=stop_strings,
-                    device=self._model.device,
-                )
-                self._decode(buffer, [prompts[p].token_ids for p in chunk.prompts], len(chunk.copies))
-                indices = [(p, g) for p in chunk.prompts for g in chunk.copies]
-                completions.update(zip(indices, buffer.completions(range(buffer.count)), strict=True))
+        for attempt in self._rows.attempts(
+            lambda rows: len(plan_chunks(lengths, group_size=group_size, max_rows=rows))
+        ):
+            with attempt, torch.no_grad(), _evaluation_mode(self._model), _default_generation_config(self._model):
+                for chunk in plan_chunks(lengths, group_size=group_size, max_rows=self._rows.value):
+                    if (chunk.prompts[-1], chunk.copies[-1]) not in completions:
+                        draw(chunk)
         return [
             Group(prompt=prompt, completions=tuple(completions[p, g] for g in range(group_size)))
             for p, prompt in enumerate(prompts)

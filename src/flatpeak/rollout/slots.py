@@ -25,6 +25,9 @@ from flatpeak.types import Completion, Prompt, SamplingParams
 if TYPE_CHECKING:
     from flatpeak.protocols import Tokenizer
 
+MAX_ROWS = "rollout.max_rows"
+"""The setting that bounds the completions in memory at once."""
+
 
 class CompletionBuffer:
     """Tokens and log-probabilities of N completions, each with its own position.

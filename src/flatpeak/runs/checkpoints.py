@@ -84,18 +84,22 @@ def write_checkpoint(
     tensors: Mapping[str, Tensor],
     state: Mapping[str, JSON],
     texts: Mapping[str, str] | None = None,
+    model_bytes: int = 0,
 ) -> Path:
     """Write `parent/step_000050`, replacing one of the same step, and return its path.
 
-    `texts` are the contents of additional files, by name. Raises CheckpointError if it cannot be written, for example
-    because the disk is full; no files remain in that case.
+    `texts` are the contents of additional files, by name; `model_bytes` is the size of the model's weights. Raises
+    CheckpointError if it cannot be written, for example because the disk is full; no files remain in that case.
     """
     parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(parent)
     final = parent / checkpoint_name(step)
     temporary = parent / f"{_TEMPORARY}{final.name}"
-    temporary.mkdir()
     try:
+        needed, free = model_bytes + sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(parent).free
+        if needed > free:
+            raise OSError(f"it needs {needed:,} bytes, and {free:,} are free")
+        temporary.mkdir()
         _write_files(temporary, save_model=save_model, tensors=tensors, state=state)
         share_weights(temporary)
         for name, text in (texts or {}).items():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 from pydantic import Field
 
 from flatpeak.utils.schema import StrictConfig
+
+OTHER_CHECKPOINTS: Final = 3
+"""Checkpoints in addition to the periodic ones: the first, the best and the last."""
 
 
 class RunSectionConfig(StrictConfig):
@@ -45,3 +48,14 @@ class RunSectionConfig(StrictConfig):
     answers graded by built-in rewards. Answers not graded by then count as timed out. Calls that return a score do not
     use the budget. A function called once for all completions has only its `timeout`, and evaluations have no budget.
     null: no limit."""
+
+    def most_checkpoints(self, *stages: int) -> int:
+        """The most checkpoints that exist at once in stages of so many steps, with the one that is being written."""
+        count = sum(self._kept(steps) for steps in stages if steps)
+        return count + 1 if count else 0
+
+    def _kept(self, steps: int) -> int:
+        """The most checkpoints of a stage that are kept, limited by their number in the whole stage."""
+        every = self.checkpoint_every
+        periodic = min(self.keep_checkpoints, steps // every) if every else 0
+        return min(OTHER_CHECKPOINTS + periodic, 1 + steps)

@@ -113,11 +113,21 @@ def micro_batches(
     if parallel is not None and parallel.ranks.size > 1:
         yield from parallel.micro_batches(batch, token_budget, padded=padded)
         return
-    cuts = _padded_cuts(batch, token_budget) if padded else _packed_cuts(batch, token_budget)
     count = len(batch.lengths_N)
+    cuts = _cuts(batch, token_budget, padded=padded)
     for start, stop in pairwise([*cuts, count]):
         if start < stop:
             yield batch if stop - start == count else take(batch, torch.arange(start, stop))
+
+
+def count_micro_batches(batch: PackedCompletions, token_budget: int, *, padded: bool) -> int:
+    """The number of micro-batches of a batch, counted without a tensor on the device."""
+    return len(_cuts(batch, token_budget, padded=padded))
+
+
+def _cuts(batch: PackedCompletions, token_budget: int, *, padded: bool) -> list[int]:
+    """First completions of the micro-batches."""
+    return _padded_cuts(batch, token_budget) if padded else _packed_cuts(batch, token_budget)
 
 
 def _packed_cuts(batch: PackedCompletions, token_budget: int) -> list[int]:

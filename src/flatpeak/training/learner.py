@@ -18,13 +18,16 @@ from flatpeak.gradreg.shards import full_tensor
 from flatpeak.policy.model import Policy
 from flatpeak.policy.model_settings import marked_layers
 from flatpeak.protocols import SavesModel
-from flatpeak.training.batch import UNDIVIDED, DataParallel, micro_batches
+from flatpeak.training.batch import UNDIVIDED, DataParallel, count_micro_batches, micro_batches
 from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.objective import Objective, TokenStatistics, with_old_logprobs
 from flatpeak.training.optimizer import BaseLearner, UpdateStatistics
 from flatpeak.types import Batch, PackedCompletions
+from flatpeak.utils.out_of_memory import MemoryBound
 from flatpeak.utils.peak_memory import PeakMemory
 
+MICRO_BATCH_TOKENS = "training.micro_batch_tokens"
+"""The setting that bounds the tokens in memory at once."""
 ABSURD_GAP = 1.0
 """Nats per token: another dtype or an older version is far below, another template or model above."""
 JUDGED_TOKENS = 16
@@ -74,7 +77,7 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
         self.objective = objective
         self.measured = measured
         self.temperature = temperature
-        self.micro_batch_tokens = token_budget(micro_batch_tokens, policy.device)
+        self.bound = MemoryBound(MICRO_BATCH_TOKENS, token_budget(micro_batch_tokens, policy.device))
         self.memory = PeakMemory(policy.device)
         """The peak of memory in each phase of a step."""
 
@@ -152,14 +155,21 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
         torch.nn.utils.clip_grads_with_norm_(weights, self.largest_norm, norm)
         return norm
 
+    def micro_batch_count(self, tokens: int, *batches: Batch) -> int:
+        """The number of micro-batches of an update, for micro-batches of at most so many tokens."""
+        return sum(count_micro_batches(batch, tokens, padded=self.pads(self.policy)) for batch in batches)
+
+    def pads(self, model: Policy) -> bool:
+        """Whether a model's passes pad their micro-batches: without a native engine, and for exact curvature."""
+        return not model.native or self.twice_differentiable
+
     def forward(self, batch: Batch) -> Iterator[tuple[Batch, Tensor, Tensor]]:
         """Each micro-batch with the policy's log-probabilities and entropies, the same way in every pass of an update.
 
         Gradients are averaged over the ranks after the last one's backward pass. The plain model, which exact curvature
         goes through, pads.
         """
-        exact = self.twice_differentiable
-        padded = not self.policy.native or exact
+        exact, padded = self.twice_differentiable, self.pads(self.policy)
         for micro_batch in micro_batches(batch, self.micro_batch_tokens, padded=padded, parallel=self.parallel):
             self.before_pass()
             yield (
@@ -170,16 +180,19 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
 
     def score(self, model: Policy, batch: PackedCompletions) -> Tensor:
         """The log-probabilities [T] that an update's passes over this batch would compute with `model`, bit for bit."""
-        with self.memory.phase("update" if model is self.policy else "reference"), self.checked_layers():
-            return score(
-                model,
-                batch,
-                temperature=self.temperature,
-                micro_batch_tokens=self.micro_batch_tokens,
-                twice_differentiable=self.twice_differentiable,
-                parallel=self.parallel,
-                before_pass=self.before_pass,
-            )
+        phase, padded = "update" if model is self.policy else "reference", self.pads(model)
+        for attempt in self.bound.attempts(lambda tokens: count_micro_batches(batch, tokens, padded=padded)):
+            with attempt, self.memory.phase(phase), self.checked_layers():
+                logprobs_T = score(
+                    model,
+                    batch,
+                    temperature=self.temperature,
+                    micro_batch_tokens=self.micro_batch_tokens,
+                    twice_differentiable=self.twice_differentiable,
+                    parallel=self.parallel,
+                    before_pass=self.before_pass,
+                )
+        return logprobs_T
 
 
 def token_budget(wanted: int | None, device: torch.device) -> int:

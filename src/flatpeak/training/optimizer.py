@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from flatpeak.errors import DIVERGED, DivergedError, UserError
+from flatpeak.gradreg.perturbation import RandomState
 from flatpeak.gradreg.shards import distribute_like, full_tensor, gathered
 from flatpeak.protocols import SavesModel
 from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.master_weights import BLOCK, PREFIX, LocalShard, MasterWeights
 from flatpeak.utils.buckets import in_buckets
 from flatpeak.utils.host_memory import HostMemory
+from flatpeak.utils.out_of_memory import MemoryBound
 
 _Value = TypeVar("_Value")
 BUCKET_SIZE = 2**25
@@ -251,11 +253,26 @@ class BaseLearner(ABC, Generic[Data, Statistics]):
         """The model's layers, as far as transformers marks them."""
         self.updating = False
         """Whether an update is under way, or was left by an error."""
+        self.bound: MemoryBound
+        """`training.micro_batch_tokens`, halved where memory runs out; set by the subclass."""
 
     @property
     def computed_by(self) -> dict[str, Any]:
         """Whether the model is trained packed, and the kernels of its passes; None where there is no choice."""
         return {"native": None, "kernels": None}
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """The most tokens of a micro-batch."""
+        return self.bound.value
+
+    @abstractmethod
+    def micro_batch_count(self, tokens: int, *batches: Data) -> int:
+        """The number of micro-batches of an update, for micro-batches of at most so many tokens."""
+
+    def rewind(self, state: Mapping[str, Any]) -> None:
+        """Undo passes whose gradient is computed again; `state` is the learner's from before them."""
+        self.zero_grad()
 
     @abstractmethod
     def accumulate_gradients(self, *batches: Data) -> Statistics:
@@ -295,13 +312,21 @@ class BaseLearner(ABC, Generic[Data, Statistics]):
     def update(self, *batches: Data, rate: float) -> Statistics:
         """Step the optimizer once, with the gradient of all the batches together.
 
+        If memory runs out, the gradient is computed again from zero, in smaller micro-batches.
         A gradient that is not finite changes nothing and is reported as skipped.
         """
         self.updating = True
         set_learning_rate(self.optimizer, rate)
         self.zero_grad()
-        with self.checked_layers():
-            statistics = self.accumulate_gradients(*batches)
+        start, state = RandomState.now(), self.state()
+
+        def again() -> None:
+            start.restore()
+            self.rewind(state)
+
+        for attempt in self.bound.attempts(lambda tokens: self.micro_batch_count(tokens, *batches), again=again):
+            with attempt, self.checked_layers():
+                statistics = self.accumulate_gradients(*batches)
         self.check(statistics)
         grad_norm = self.clip_gradients(*batches)
         statistics.grad_norm = float(grad_norm)

@@ -46,9 +46,12 @@ from flatpeak.training.diagnostics import (
 )
 from flatpeak.training.history import CompletedStep, History, Stage
 from flatpeak.training.optimizer import check_finite
+from flatpeak.utils.out_of_memory import Halvings
 
 SAMPLER_STATE = "sampler"
 """Key of the sampler's state in a stage's."""
+HALVED = "halved"
+"""Key of the settings that were halved, in a checkpoint's state."""
 
 
 @dataclass(eq=False)
@@ -67,11 +70,14 @@ class Recorder:
     history: History
     texts: Mapping[str, str]
     """Contents of the files that every checkpoint has beside its model's, by name."""
+    model_bytes: int = 0
+    """Size of the weights as saved."""
     zero_advantages: ZeroAdvantageMonitor | None = None
     evaluated: bool = True
     """Whether the evaluation that was due after the last step, if one was, has been made."""
     ranks: Ranks = ALONE
     callbacks: Callbacks = field(default_factory=Callbacks)
+    halvings: Halvings = field(default_factory=Halvings)
     status: Status = field(init=False, default="running")
     ended_by: str | None = field(init=False, default=None)
     """The condition that ended the run, if its steps did not."""
@@ -317,9 +323,11 @@ class Recorder:
                 "learner": done.learner_state,
                 "history": asdict(history),
                 "evaluated": done.evaluated,
+                **({HALVED: self.halvings.values} if self.halvings.values else {}),
                 **stage.learner.computed_by,  # a probe decides anew in a resumed run, and of kernels a self-test
             },
             texts=self.texts,
+            model_bytes=self.model_bytes,
         )
         link_checkpoint(parent, LAST, path)
         if stage.name == "train" and history.best_step == step:

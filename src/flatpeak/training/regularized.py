@@ -167,6 +167,12 @@ class RegularizedLearner(Learner):
             yield self.parallel.scale(loss)
             statistics.loss += float(loss.detach())
 
+    def rewind(self, state: Mapping[str, Any]) -> None:
+        """Undo passes whose gradient is computed again: their update is counted once."""
+        super().rewind(state)
+        self.regularizer.schedule.load(state)
+        self.regularizer.guard.load(state)
+
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of the optimizer and of the regularizer."""
         return super().tensors() | with_prefix(PREFIX, self.regularizer.tensors())

@@ -30,11 +30,12 @@ from flatpeak.rewards.sequence_classifier import CHAT, Classifier, Spread, Wordi
 from flatpeak.tasks.preferences import PreferencePair
 from flatpeak.training.config import RewardModelConfig
 from flatpeak.training.curriculum import Stream
-from flatpeak.training.learner import token_budget
+from flatpeak.training.learner import MICRO_BATCH_TOKENS, token_budget
 from flatpeak.training.optimizer import BaseLearner, UpdateStatistics, learning_rate
 from flatpeak.training.recorder import Recorder
 from flatpeak.training.stage import StageTrainer
 from flatpeak.training.step_metrics import Clock
+from flatpeak.utils.out_of_memory import MemoryBound
 
 if TYPE_CHECKING:
     from flatpeak.types import Message
@@ -193,7 +194,7 @@ class PreferenceLearner(BaseLearner[Sequence[EncodedPair], PairStatistics]):
         self.margin, self.center = config.margin, config.center
         self.layers = marked_layers(classifier.model)
         self.score_tokens = micro_batch_tokens
-        self.micro_batch_tokens = token_budget(micro_batch_tokens, classifier.device)
+        self.bound = MemoryBound(MICRO_BATCH_TOKENS, token_budget(micro_batch_tokens, classifier.device))
 
     def save_model(self, directory: Path) -> None:
         """Write model, tokenizer and the record of its wording and scores, as the weights are at that moment."""
@@ -220,11 +221,19 @@ class PreferenceLearner(BaseLearner[Sequence[EncodedPair], PairStatistics]):
             statistics.accuracy += float(preference_accuracy(chosen_P, rejected_P).detach().sum()) / size
         return statistics
 
+    def micro_batch_count(self, tokens: int, *batches: Sequence[EncodedPair]) -> int:
+        """The number of micro-batches of an update, for micro-batches of at most so many tokens."""
+        return sum(len(list(length_batches(pair_lengths(pairs), budget=tokens))) for pairs in batches)
+
     def micro_batches(self, pairs: Sequence[EncodedPair]) -> Iterator[list[EncodedPair]]:
         """Whole pairs, sorted by length, of at most `micro_batch_tokens` tokens, padding included."""
-        lengths = [2 * max(len(pair.chosen_ids), len(pair.rejected_ids)) for pair in pairs]
-        for batch in length_batches(lengths, budget=self.micro_batch_tokens):
+        for batch in length_batches(pair_lengths(pairs), budget=self.micro_batch_tokens):
             yield [pairs[index] for index in batch]
+
+
+def pair_lengths(pairs: Sequence[EncodedPair]) -> list[int]:
+    """The tokens of both texts of each pair, the shorter one padded to the longer."""
+    return [2 * max(len(pair.chosen_ids), len(pair.rejected_ids)) for pair in pairs]
 
 
 class RewardModelTrainer(StageTrainer):

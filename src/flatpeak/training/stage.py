@@ -55,6 +55,7 @@ class StageTrainer(ABC):
     def train(self, *, first_step: int = 1) -> None:
         """Step, record, evaluate, save: until the steps are done, the goal is reached, or a signal asks to stop."""
         self.learner.before_pass = self.recorder.check_stop
+        self.recorder.halvings.apply(self.learner.bound)
         if first_step == 1:
             self.begin()
         elif not self.recorder.evaluated:

@@ -21,7 +21,7 @@ from flatpeak.config.run_config import RunConfig
 from support.plans import planned, saved_model, sums_recipe
 
 EMPTY = Inventory(parameters=0, weights=0, quantized=0, adapters=0, files=0, trained=())
-DISK = Disk(checkpoint=0, checkpoints=0, rollout_log=0, logged_steps=0)
+DISK = Disk(checkpoint=0, checkpoints=0, rollout_log=0, logged_steps=0, free=0)
 TOKENS = 4096
 """Tokens of the largest micro-batch where nothing bounds it."""
 ROLLOUT = {"prompts_per_step": 4, "group_size": 16, "max_new_tokens": 4}

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from flatpeak.apps.planning.inventory import Inventory, TrainedWeight, nf4_bytes, take_inventory
+from flatpeak.apps.planning.inventory import Inventory, nf4_bytes, take_inventory
 from flatpeak.errors import UserError
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
+from flatpeak.training.checkpoint_size import TrainedWeight
 from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.optimizer import build_optimizer
 from support.architectures import ARCHITECTURES

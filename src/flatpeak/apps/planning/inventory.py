@@ -19,51 +19,21 @@ from transformers.pytorch_utils import Conv1D
 from flatpeak.apps.planning.planned_model import PlannedModel, causal_of
 from flatpeak.distributed.config import DistributedConfig
 from flatpeak.distributed.ranks import BUCKET
+from flatpeak.training.checkpoint_size import FLOAT32, TrainedWeight, trained_weights
 from flatpeak.training.config import OptimizerConfig
-from flatpeak.training.optimizer import BUCKET_SIZE
+from flatpeak.training.optimizer import BUCKET_SIZE, SMALLEST_QUANTIZED
 from flatpeak.utils.adapter_base import is_of_adapter
 from flatpeak.utils.buckets import in_buckets
 
-FLOAT32: Final = 4
-"""Bytes of a number in float32."""
 NF4_BLOCK, NF4_SUPERBLOCK = 64, 256
 """Weights per scale, and scales per second-level scale (Dettmers et al. 2023, arXiv 2305.14314, section 3)."""
 NF4_TABLES: Final = 4 * (16 + 256 + 1)
 """Bytes of a layer's tables of 4-bit and 8-bit codes, and of the mean of its scales."""
-OPTIMIZER_BLOCK, SMALLEST_IN_8_BITS = 256, 4096
-"""bitsandbytes: moments per scale, and the fewest elements of a tensor whose moments are in 8 bits."""
 SHARDED: Final = frozenset({"weights", "adapters", "masters", "optimizer", "gradients", "regularization"})
 """The items of which a rank of fsdp2 and hsdp has a share; it has the reference and token-dependent items whole."""
 COPY: Final = "whole copy"
 PREFETCHED: Final = 2
 """Layers gathered at once: the layer that computes, and the next."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainedWeight:
-    """A parameter that the optimizer steps."""
-
-    elements: int
-    stored: int
-    """Bytes as stored in the model."""
-
-    @property
-    def gradient(self) -> int:
-        """Bytes of its gradient: always float32, as the optimizer uses it."""
-        return FLOAT32 * self.elements
-
-    @property
-    def master(self) -> int:
-        """Bytes of its float32 copy; 0 if it is float32 itself."""
-        return FLOAT32 * self.elements if self.stored < FLOAT32 * self.elements else 0
-
-    def moments(self, optimizer: OptimizerConfig) -> int:
-        """Bytes of its moments."""
-        if optimizer.name == "sgd":
-            return 0
-        if optimizer.name == "adamw" or self.elements < SMALLEST_IN_8_BITS:
-            return 2 * FLOAT32 * self.elements
-        return 2 * self.elements + 2 * FLOAT32 * -(-self.elements // OPTIMIZER_BLOCK)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +100,7 @@ class Inventory:
         """
         if optimizer.name != "adamw_8bit" or not on_cpu:
             return 0
-        return 5 * max((one.gradient for one in self.trained if one.elements >= SMALLEST_IN_8_BITS), default=0)
+        return 5 * max((one.gradient for one in self.trained if one.elements >= SMALLEST_QUANTIZED), default=0)
 
 
 def _power_of_two(size: int) -> int:
@@ -158,9 +128,7 @@ def take_inventory(model: PlannedModel) -> Inventory:
         scales=sum(nf4_bytes(p.numel()) - -(-p.numel() // 2) for p in own if id(p) in quantized),
         adapters=sum(p.nbytes for name, p in parameters.items() if is_of_adapter(name)),
         files=_file_bytes(model, elements=sum(p.numel() for p in own)),
-        trained=tuple(
-            TrainedWeight(elements=p.numel(), stored=p.nbytes) for p in parameters.values() if p.requires_grad
-        ),
+        trained=trained_weights(model.modules),
     )
 
 

@@ -28,7 +28,7 @@ from torch import nn
 from flatpeak.apps.planning.device import GIB, PlannedDevice
 from flatpeak.apps.planning.dry_run import NoDryRunError, reward_model_memory, scoring_peak, update_peak
 from flatpeak.apps.planning.fake_policy import PassSettings
-from flatpeak.apps.planning.inventory import FLOAT32, Inventory, per_rank, quantized_layers, take_inventory
+from flatpeak.apps.planning.inventory import Inventory, per_rank, quantized_layers, take_inventory
 from flatpeak.apps.planning.planned_model import PlannedModel, causal_of, read_model
 from flatpeak.apps.planning.rollout_memory import (
     has_second_process,
@@ -44,6 +44,7 @@ from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.gradreg.parameters import choose_parameters
 from flatpeak.pipeline.policies import keeps_own_reference
 from flatpeak.policy.config import ModelConfig
+from flatpeak.training.checkpoint_size import FLOAT32
 from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.learner import token_budget
 

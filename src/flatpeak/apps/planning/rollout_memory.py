@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from flatpeak.apps.planning.dry_run import prefill_memory
 from flatpeak.apps.planning.fake_policy import PassSettings
-from flatpeak.apps.planning.inventory import FLOAT32, quantized_layers
+from flatpeak.apps.planning.inventory import quantized_layers
 from flatpeak.apps.planning.planned_model import PlannedModel, causal_of
 from flatpeak.apps.planning.workload import Request, Workload
 from flatpeak.config.run_config import RunConfig
@@ -24,6 +24,7 @@ from flatpeak.policy.native_decoding import SETTING, TORCH
 from flatpeak.policy.native_weights import SERVED
 from flatpeak.policy.packing import ROW_MULTIPLE
 from flatpeak.rollout.config import VLLMConfig
+from flatpeak.training.checkpoint_size import FLOAT32
 from flatpeak.utils.adapter_base import is_of_adapter
 
 PREFILL_TOKENS: Final = 8192

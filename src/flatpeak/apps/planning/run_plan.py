@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from flatpeak.apps.planning.device import GIB, PlannedDevice, plan_device
@@ -11,6 +12,7 @@ from flatpeak.apps.planning.memory import MemoryEstimate, estimate_memory
 from flatpeak.apps.planning.planned_model import PlannedModel
 from flatpeak.apps.planning.workload import Workload, plan_workload
 from flatpeak.config.run_config import RunConfig
+from flatpeak.runs.disk_space import free_bytes
 from flatpeak.training.config import OptimizerConfig
 
 TIGHT: Final = 0.95
@@ -22,8 +24,6 @@ LOGGED_PROMPT_TOKEN: Final = 12
 """Bytes of a prompt's token, which has no log-probability."""
 LOGGED_ROW: Final = 300
 """Bytes of a row's names, rewards and advantage."""
-OTHER_CHECKPOINTS: Final = 3
-"""Checkpoints in addition to the periodic ones: the first, the best and the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,13 @@ class Disk:
     rollout_log: int
     """The log of one step."""
     logged_steps: int
+    free: int
+    """Bytes that are free where the run will be."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for a save, which needs the old checkpoint and the new one."""
+        return min(2, self.checkpoints) * self.checkpoint <= self.free
 
     @property
     def total(self) -> int:
@@ -154,11 +161,11 @@ def in_gib(size: int) -> float:
 def plan_disk(config: RunConfig, work: Workload, inventory: Inventory) -> Disk:
     """The disk that a run needs; the checkpoints of SFT are kept next to those of RL."""
     checkpoint = checkpoint_bytes(inventory, config.optimizer if work.steps else config.sft.optimizer)
-    count = _kept(config, work.steps) + _kept(config, work.sft_steps)
     every = config.run.log_rollouts_every
     return Disk(
         checkpoint=checkpoint,
-        checkpoints=count + 1 if count else 0,
+        checkpoints=config.run.most_checkpoints(work.steps, work.sft_steps),
+        free=free_bytes(Path(config.run.directory) / config.run.name),
         rollout_log=log_bytes(work),
         logged_steps=work.steps // every if every else 0,
     )
@@ -174,12 +181,3 @@ def log_bytes(work: Workload) -> int:
     """Bytes of the rollouts of a step."""
     prompts = sum(work.prompt_lengths) * work.group_size * LOGGED_PROMPT_TOKEN
     return work.completions * (work.new_tokens * LOGGED_TOKEN + LOGGED_ROW) + prompts
-
-
-def _kept(config: RunConfig, steps: int) -> int:
-    """The most checkpoints of a stage that exist at once, limited by their number in the whole stage."""
-    if not steps:
-        return 0
-    every = config.run.checkpoint_every
-    periodic = min(config.run.keep_checkpoints, steps // every) if every else 0
-    return min(OTHER_CHECKPOINTS + periodic, 1 + steps)
