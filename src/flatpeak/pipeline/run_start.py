@@ -33,10 +33,10 @@ from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import RunSummary
 from flatpeak.tracking.backend import RunFacts
 from flatpeak.tracking.trackers import Trackers, open_trackers
-from flatpeak.training.checkpoint_size import CheckpointSize
 from flatpeak.training.collect import Rollouts
 from flatpeak.training.diagnostics import ZeroAdvantageMonitor
 from flatpeak.training.history import History
+from flatpeak.training.master_weights import CheckpointSize
 from flatpeak.training.recorder import HALVED, Recorder
 from flatpeak.training.stage import StageTrainer
 from flatpeak.utils.out_of_memory import Halvings

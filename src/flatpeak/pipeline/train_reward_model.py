@@ -43,8 +43,8 @@ from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.callbacks import Callback
 from flatpeak.runs.checkpoints import CheckpointState
 from flatpeak.tasks.preferences import Preferences, PreferencesConfig, load_preferences
-from flatpeak.training.checkpoint_size import CheckpointSize
 from flatpeak.training.curriculum import Stream
+from flatpeak.training.master_weights import CheckpointSize
 from flatpeak.training.reward_model_trainer import (
     EncodedPair,
     EncodedPairs,

@@ -1,4 +1,4 @@
-"""The tensors that the optimizer steps in a weight's stead: float32 masters, and a rank's part of a sharded weight.
+"""The tensors that the optimizer steps in place of a weight: float32 masters, a rank's shard; and the bytes of its state.
 
 bitsandbytes' 8-bit AdamW knows nothing of sharded weights, and neither does an optimizer whose states
 `optimizer.offload` moves: each rank steps its own part, and checkpoints hold whole states. 8-bit moments have a scale
@@ -20,12 +20,18 @@ from torch.distributed.tensor import DTensor
 
 from flatpeak.errors import UserError
 from flatpeak.gradreg.shards import distribute_like, gathered
+from flatpeak.training.config import OptimizerConfig
+from flatpeak.utils.adapter_base import is_of_adapter
 from flatpeak.utils.host_memory import HostMemory
 
 PREFIX = "master."
 """Prefix of the masters' names in a checkpoint."""
 BLOCK = 256
 """Elements of a weight whose 8-bit moments share a scale."""
+SMALLEST_QUANTIZED = 4096
+"""The fewest elements of a tensor whose moments bitsandbytes keeps in 8 bits."""
+FLOAT32 = 4
+"""Bytes of a number in float32."""
 PER_BLOCK = ("absmax1", "absmax2")
 COMMON = ("step", "qmap1", "qmap2")
 """Entries of an optimizer's state that do not depend on the part of a weight; all others have its shape."""
@@ -204,3 +210,61 @@ class MasterWeights:
         for name, master in self.kept.items():
             master.copy_(distribute_like(tensors[name], master))
         self.write()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedWeight:
+    """A parameter that the optimizer steps."""
+
+    elements: int
+    stored: int
+    """Bytes as stored in the model."""
+
+    @property
+    def gradient(self) -> int:
+        """Bytes of its gradient: always float32, as the optimizer uses it."""
+        return FLOAT32 * self.elements
+
+    @property
+    def master(self) -> int:
+        """Bytes of its float32 copy; 0 if it is float32 itself."""
+        return FLOAT32 * self.elements if self.stored < FLOAT32 * self.elements else 0
+
+    def moments(self, optimizer: OptimizerConfig) -> int:
+        """Bytes of its moments."""
+        if optimizer.name == "sgd":
+            return 0
+        if optimizer.name == "adamw" or self.elements < SMALLEST_QUANTIZED:
+            return 2 * FLOAT32 * self.elements
+        return 2 * self.elements + 2 * FLOAT32 * -(-self.elements // BLOCK)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSize:
+    """Bytes of a checkpoint."""
+
+    model: int
+    """The weights as saved: under adapters these alone."""
+    optimizer: int
+    """Masters and moments."""
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: OptimizerConfig) -> CheckpointSize:
+        """The size of the checkpoints of a model that this optimizer trains."""
+        weights = dict(model.named_parameters())
+        adapters = sum(weight.nbytes for name, weight in weights.items() if is_of_adapter(name))
+        return cls(
+            model=adapters or sum(weight.nbytes for weight in weights.values()),
+            optimizer=sum(one.master + one.moments(optimizer) for one in trained_weights(model)),
+        )
+
+    @property
+    def total(self) -> int:
+        """Bytes of all files."""
+        return self.model + self.optimizer
+
+
+def trained_weights(model: nn.Module) -> tuple[TrainedWeight, ...]:
+    """The weights that an optimizer steps, each tied one once."""
+    trained = (weight for weight in model.parameters() if weight.requires_grad)
+    return tuple(TrainedWeight(elements=weight.numel(), stored=weight.nbytes) for weight in trained)

@@ -19,7 +19,7 @@ from flatpeak.gradreg.perturbation import RandomState
 from flatpeak.gradreg.shards import distribute_like, full_tensor, gathered
 from flatpeak.protocols import SavesModel
 from flatpeak.training.config import OptimizerConfig
-from flatpeak.training.master_weights import BLOCK, PREFIX, LocalShard, MasterWeights
+from flatpeak.training.master_weights import BLOCK, PREFIX, SMALLEST_QUANTIZED, LocalShard, MasterWeights
 from flatpeak.utils.buckets import in_buckets
 from flatpeak.utils.host_memory import HostMemory
 from flatpeak.utils.out_of_memory import MemoryBound
@@ -29,8 +29,6 @@ BUCKET_SIZE = 2**25
 """Weights whose states `optimizer.offload` has on the device at a time; a larger weight is a bucket by itself."""
 SMALLEST_OFFLOADED = 4096
 """Bytes below which a state stays on the device: step counts, and the tables that all 8-bit states share."""
-SMALLEST_QUANTIZED = 4096
-"""Elements below which a weight's 8-bit moments stay in float32."""
 
 
 def build_optimizer(

@@ -12,8 +12,8 @@ from flatpeak.apps.planning.inventory import Inventory, nf4_bytes, take_inventor
 from flatpeak.errors import UserError
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
-from flatpeak.training.checkpoint_size import TrainedWeight
 from flatpeak.training.config import OptimizerConfig
+from flatpeak.training.master_weights import TrainedWeight
 from flatpeak.training.optimizer import build_optimizer
 from support.architectures import ARCHITECTURES
 from support.models import tiny_model

@@ -19,9 +19,9 @@ from transformers.pytorch_utils import Conv1D
 from flatpeak.apps.planning.planned_model import PlannedModel, causal_of
 from flatpeak.distributed.config import DistributedConfig
 from flatpeak.distributed.ranks import BUCKET
-from flatpeak.training.checkpoint_size import FLOAT32, TrainedWeight, trained_weights
 from flatpeak.training.config import OptimizerConfig
-from flatpeak.training.optimizer import BUCKET_SIZE, SMALLEST_QUANTIZED
+from flatpeak.training.master_weights import FLOAT32, SMALLEST_QUANTIZED, TrainedWeight, trained_weights
+from flatpeak.training.optimizer import BUCKET_SIZE
 from flatpeak.utils.adapter_base import is_of_adapter
 from flatpeak.utils.buckets import in_buckets
 

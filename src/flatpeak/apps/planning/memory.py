@@ -44,9 +44,9 @@ from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.gradreg.parameters import choose_parameters
 from flatpeak.pipeline.policies import keeps_own_reference
 from flatpeak.policy.config import ModelConfig
-from flatpeak.training.checkpoint_size import FLOAT32
 from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.learner import token_budget
+from flatpeak.training.master_weights import FLOAT32
 
 GAPS: Final = 9
 """One in this many bytes that a phase allocates and frees is lost to gaps between used blocks of a CPU's process,

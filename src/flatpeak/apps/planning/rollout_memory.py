@@ -24,7 +24,7 @@ from flatpeak.policy.native_decoding import SETTING, TORCH
 from flatpeak.policy.native_weights import SERVED
 from flatpeak.policy.packing import ROW_MULTIPLE
 from flatpeak.rollout.config import VLLMConfig
-from flatpeak.training.checkpoint_size import FLOAT32
+from flatpeak.training.master_weights import FLOAT32
 from flatpeak.utils.adapter_base import is_of_adapter
 
 PREFILL_TOKENS: Final = 8192
