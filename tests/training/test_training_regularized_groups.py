@@ -203,6 +203,7 @@ class QuietRecorder(NoRecorder):
     stopped = False
     evaluated = True
     progress = SimpleNamespace(notice=print)
+    halvings = SimpleNamespace(apply=lambda bound: None)
 
     def check_stop(self) -> None:
         pass

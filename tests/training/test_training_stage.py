@@ -27,6 +27,7 @@ class Calls:
         self.stopped = False
         self.ended_by: str | None = "unset"
         self.progress = SimpleNamespace(notice=lambda text: None)
+        self.halvings = SimpleNamespace(apply=lambda bound: None)
 
     def check_stop(self) -> None:
         """No signal asks to stop."""
@@ -70,7 +71,7 @@ class Scripted(StageTrainer):
             goal=0.5,
             stop_when=stop_when,
         )
-        self.learner = SimpleNamespace(zero_grad=lambda: None)  # type: ignore[assignment]
+        self.learner = SimpleNamespace(zero_grad=lambda: None, bound=None)  # type: ignore[assignment]
         self.drawn: dict[int, float] = {}
 
     def train_step(self, step: int) -> dict[str, float]:

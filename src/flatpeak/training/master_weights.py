@@ -1,4 +1,4 @@
-"""The tensors that the optimizer steps in place of a weight: float32 masters, a rank's shard; and the bytes of its state.
+"""The tensors that the optimizer steps in place of a weight: float32 masters, a rank's shard; and their bytes.
 
 bitsandbytes' 8-bit AdamW knows nothing of sharded weights, and neither does an optimizer whose states
 `optimizer.offload` moves: each rank steps its own part, and checkpoints hold whole states. 8-bit moments have a scale
