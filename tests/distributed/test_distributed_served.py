@@ -127,7 +127,7 @@ def test_servers_that_are_lost_end_all_ranks_with_the_last_step_saved(tmp_path, 
         job["rollout"]["engine"]["timeout"] = 0.5
         first, second = ranks(train, job, timeout=60)
     assert first["error"] == "RunError"
-    assert "--resume" in first["text"]
+    assert "resume=True" in first["text"]
     assert second["error"] == "ReportedElsewhereError"
     assert second["text"].startswith("rank 0: RunError: no server could be used for 0.5 s")
     last = (tmp_path / "lost" / "checkpoints" / "last").resolve().name

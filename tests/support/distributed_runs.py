@@ -234,16 +234,16 @@ def faulty(fault: Fault) -> Iterator[None]:
                 raise RunError("a fault of all")
         begin(self, stage, step)
 
-    generate = NativeEngine.generate
+    stream = NativeEngine.stream
 
     def fail_late(self: NativeEngine, *args: Any, **settings: Any) -> Any:
         if fault == "engine" and 3 in steps:
             raise ZeroDivisionError("a fault of this rank")
         if fault == "diverged" and 4 in steps:
             raise DivergedError("logits that are NaN")
-        return generate(self, *args, **settings)
+        return stream(self, *args, **settings)
 
-    with patch.object(Recorder, "begin_step", begin_step), patch.object(NativeEngine, "generate", fail_late):
+    with patch.object(Recorder, "begin_step", begin_step), patch.object(NativeEngine, "stream", fail_late):
         yield
 
 

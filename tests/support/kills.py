@@ -172,7 +172,7 @@ def arm(fault: str) -> None:
     if os.environ.get("RANK") != rank:
         return
     owner, name = {
-        "sample": (NativeEngine, "generate"),
+        "sample": (NativeEngine, "stream"),
         "update": (Policy, "token_logprobs"),
         "complete": (Recorder, "complete"),
     }[call]
