@@ -2,11 +2,13 @@
 
     python docs/images/make_terminal_picture.py docs/images/demo_real.png make --silent demo-real
 
-runs for about ten minutes on two cores. Needs `pip install pyte`, and Chromium or Chrome, which draws the picture.
+runs for about ten minutes on two cores, once the installation is made. Needs `pip install pyte`, and Chromium or
+Chrome, which draws the picture.
 """
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import io
 import os
@@ -30,7 +32,7 @@ COLUMNS, LINES = 132, 60
 def final_screen(command: list[str]) -> pyte.Screen:
     """The terminal after the command has ended, which is shown as it runs."""
     screen = pyte.Screen(COLUMNS, LINES)
-    stream = pyte.ByteStream(screen)
+    stream, decoder = pyte.Stream(screen), codecs.getincrementaldecoder("utf-8")("replace")
     process, terminal = pty.fork()
     if process == 0:
         os.execvpe(command[0], command, {**os.environ, "TERM": "xterm-256color"})
@@ -43,7 +45,7 @@ def final_screen(command: list[str]) -> pyte.Screen:
         if not output:
             break
         os.write(1, output)
-        stream.feed(output)
+        stream.feed(decoder.decode(output))
     os.waitpid(process, 0)
     return screen
 
