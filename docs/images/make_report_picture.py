@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 PICTURE = Path(__file__).with_name("report.png")
-WIDTH, HEIGHT = 1240, 900
+WIDTH, HEIGHT = 1240, 1160
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
