@@ -12,7 +12,7 @@ from flatpeak.training.sft import demonstrations
 from flatpeak.types import Example, Prompt, SamplingParams
 from flatpeak.utils.control_tokens import MARK, TextEncoder, notice_of_control_tokens, unquote
 from support.chat_templates import CHATS, END, LOOP, Chat, byte_level_tokenizer, chatml
-from support.cpu_time import cpu_seconds_below
+from support.cpu_time import cpu_time
 
 HARMLESS = " Is 2 < 3 | [x]? </b> "
 QWEN = CHATS["qwen2.5"]
@@ -349,11 +349,12 @@ def test_megabytes_of_control_tokens_and_of_their_beginnings_are_quoted_at_once(
     names = ("<s>", "[INST]", *(f"<SPECIAL_{number}>" for number in range(1000)), "</s>")
     encoder = TextEncoder(byte_level_tokenizer(Chat("", names)))
     assert encoder.quote("</s>") == f"<{MARK}/s>"
-    with cpu_seconds_below(5):
+    with cpu_time() as spent:
         assert encoder.quote("</s>" * 250_000).count(MARK) == 250_000
         for beginning in ("<", "<SPECIAL_", "<SPECIAL_99", "[INST"):
             text = beginning * (2_000_000 // len(beginning))
             assert unquote(encoder.quote(text)) == text
+    assert spent.seconds < 5
 
 
 def test_of_nested_names_the_longest_is_broken_and_then_what_is_left():
