@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +24,7 @@ from flatpeak.kernels.decode_attention import kernel_notices
 from flatpeak.policy.kernel_verdicts import remembered
 from flatpeak.policy.loading import load_policy, resumed_source
 from flatpeak.policy.model import Policy
-from flatpeak.protocols import Progress, Sampler
+from flatpeak.protocols import Progress, Sampler, WrappedSampler
 from flatpeak.rollout.ahead import Background, answer_request
 from flatpeak.rollout.config import VLLMConfig
 from flatpeak.rollout.engine import NativeEngine
@@ -32,7 +32,6 @@ from flatpeak.rollout.hf_generate import GenerateEngine
 from flatpeak.rollout.vllm.sampler import VLLMSampler
 from flatpeak.types import Group, Prompt, SamplingParams
 from flatpeak.utils.child_process import ChildProcess, Parent, ending
-from flatpeak.utils.out_of_memory import Halvings
 
 MEMORY: Final = Path("/dev/shm")
 WEIGHTS: Final = "weights.safetensors"
@@ -90,31 +89,21 @@ def configure_policy(policy: Policy, config: RunConfig) -> None:
     policy.kernels.choose(config.rollout.kernels, unserved=policy.notice)
 
 
-class PlainSampler(Sampler):
+class PlainSampler(WrappedSampler):
     """transformers' `generate` on a policy, under the model's own attention."""
 
-    decoder = "generate"
-
     def __init__(self, policy: Policy, *, max_rows: int) -> None:
+        engine = GenerateEngine(policy.model, policy.tokenizer, eos_token_ids=policy.eos_token_ids, max_rows=max_rows)
+        super().__init__(engine)
+        self.decoder = "generate"
         self.policy = policy
-        self.engine = GenerateEngine(
-            policy.model, policy.tokenizer, eos_token_ids=policy.eos_token_ids, max_rows=max_rows
-        )
 
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> list[Group]:
         """One group per prompt, in order."""
         with self.policy.plain_attention():
-            return self.engine.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)
-
-    def stop_when(self, stopping: Callable[[], bool]) -> None:
-        """Raise StoppedError between two tokens once `stopping()` is true."""
-        self.engine.stop_when(stopping)
-
-    def halve_with(self, halvings: Halvings) -> None:
-        """Draw fewer completions at once where memory runs out."""
-        self.engine.halve_with(halvings)
+            return self.sampler.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)
 
 
 def announce_decoding(policy: Policy, prompts: Sequence[Prompt], progress: Progress, *, max_new_tokens: int) -> None:

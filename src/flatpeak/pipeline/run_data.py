@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,7 +83,7 @@ def open_tasks(config: RunConfig, own: Task | None = None) -> RunTasks:
         raise UserError("a task from Python beside tasks: both are the data to train on; leave one of them out")
     shares: Mapping[str, float] = {}
     if config.tasks:
-        built = [_build(item.task, where=f"tasks.{index}") for index, item in enumerate(config.tasks)]
+        built = [_build(item.task, where=f"tasks.{index}.task") for index, item in enumerate(config.tasks)]
         mixture = mix([(item.name, item.weight, task) for item, task in zip(config.tasks, built, strict=True)])
         main, shares = cast("Task", mixture), mixture.shares
     else:
@@ -102,7 +103,8 @@ def _build(section: TaskConfig, *, where: str) -> Task:
     try:
         return build_task(section)
     except UserError as error:
-        error.args = (f"{where}: {error}".replace("(task.", f"({where}."),)
+        worded = re.sub(r"(?<![.\w])task\.", f"{where}.", str(error))
+        error.args = (f"{where}: {worded}",)
         raise
 
 

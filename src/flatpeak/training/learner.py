@@ -157,11 +157,9 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
 
     def micro_batch_count(self, tokens: int, *batches: Batch) -> int:
         """The number of micro-batches of an update, for micro-batches of at most so many tokens."""
-        return sum(count_micro_batches(batch, tokens, padded=self.pads(self.policy)) for batch in batches)
-
-    def pads(self, model: Policy) -> bool:
-        """Whether a model's passes pad their micro-batches: without a native engine, and for exact curvature."""
-        return not model.native or self.twice_differentiable
+        return sum(
+            count_micro_batches(batch, tokens, padded=pads(self.policy, self.twice_differentiable)) for batch in batches
+        )
 
     def forward(self, batch: Batch) -> Iterator[tuple[Batch, Tensor, Tensor]]:
         """Each micro-batch with the policy's log-probabilities and entropies, the same way in every pass of an update.
@@ -169,7 +167,8 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
         Gradients are averaged over the ranks after the last one's backward pass. The plain model, which exact curvature
         goes through, pads.
         """
-        exact, padded = self.twice_differentiable, self.pads(self.policy)
+        exact = self.twice_differentiable
+        padded = pads(self.policy, exact)
         for micro_batch in micro_batches(batch, self.micro_batch_tokens, padded=padded, parallel=self.parallel):
             self.before_pass()
             yield (
@@ -180,7 +179,8 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
 
     def score(self, model: Policy, batch: PackedCompletions) -> Tensor:
         """The log-probabilities [T] that an update's passes over this batch would compute with `model`, bit for bit."""
-        phase, padded = "update" if model is self.policy else "reference", self.pads(model)
+        phase = "update" if model is self.policy else "reference"
+        padded = pads(model, self.twice_differentiable)
         for attempt in self.bound.attempts(lambda tokens: count_micro_batches(batch, tokens, padded=padded)):
             with attempt, self.memory.phase(phase), self.checked_layers():
                 logprobs_T = score(
@@ -198,6 +198,11 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
 def token_budget(wanted: int | None, device: torch.device) -> int:
     """`training.micro_batch_tokens`, chosen by the device where the recipe leaves it open."""
     return wanted or (4096 if device.type == "cpu" else 16384)
+
+
+def pads(policy: Policy, twice_differentiable: bool) -> bool:
+    """Whether a model's passes pad their micro-batches: without a native engine, and for exact curvature."""
+    return twice_differentiable or not policy.native
 
 
 def weighted_sum(loss_T: Tensor, batch: Batch) -> Tensor:
@@ -224,7 +229,7 @@ def score(
     before_pass: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """A model's log-probabilities of a whole batch, float32 [T], one micro-batch at a time and detached."""
-    scores, padded = [], twice_differentiable or not policy.native
+    scores, padded = [], pads(policy, twice_differentiable)
     with policy.on_device():
         for micro_batch in micro_batches(batch, micro_batch_tokens, padded=padded, parallel=parallel):
             before_pass()
