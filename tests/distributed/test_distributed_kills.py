@@ -46,9 +46,9 @@ def check_killed(directory: Path, whole: Path, ranks, kill: Kill, name: str) -> 
         assert len(end.errors) <= 1, end
         assert all("was ended by SIGTERM" in message for message in end.errors), end
         if kill.way == "rank terminated":
-            assert f"stopped by SIGTERM to rank {kill.rank} " in end.output or f"rank {kill.rank} " in end.errors[0], (
-                end
-            )
+            assert f"stopped by SIGTERM to rank {kill.rank} " in end.output or f"rank {kill.rank} " in " ".join(
+                end.errors
+            ), end
         assert end.code in ((-9,) if kill.way == "launcher killed" else (1, 143)), end
     if (run / "checkpoints").exists():
         newest_valid(run / "checkpoints")
