@@ -149,14 +149,14 @@ def test_a_task_from_python_beside_a_mixture_is_refused(recipe: Recipe, train: T
         train(mixture(recipe), task=task)
 
 
-@pytest.mark.parametrize("where", ["tasks.1", "evaluation.sets.bad"])
+@pytest.mark.parametrize("where", ["tasks.1.task", "evaluation.sets.bad"])
 def test_an_error_in_the_data_names_its_task_or_set(recipe: Recipe, train: Train, where: str) -> None:
     config, bad = mixture(recipe), {"type": "rows", "test": [{"path": "nofile.jsonl"}]}
-    if where == "tasks.1":
+    if where == "tasks.1.task":
         config["tasks"][1]["task"] = bad
     else:
         config["evaluation"]["sets"] = {"bad": bad}
-    with pytest.raises(UserError, match=rf"^{where}: task.test.0.path=nofile.jsonl: does not exist"):
+    with pytest.raises(UserError, match=rf"^{where}.test.0.path=nofile.jsonl: does not exist"):
         train(config)
 
 

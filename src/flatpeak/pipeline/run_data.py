@@ -104,7 +104,7 @@ def _build(section: TaskConfig, *, where: str) -> Task:
         return build_task(section)
     except UserError as error:
         worded = re.sub(r"(?<![.\w])task\.", f"{where}.", str(error))
-        error.args = (f"{where}: {worded}",)
+        error.args = (worded if where in worded else f"{where}: {worded}",)
         raise
 
 
