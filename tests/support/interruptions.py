@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import cycle, pairwise
 from pathlib import Path
@@ -52,8 +52,18 @@ BASE: Sections = {
 RESETS: Sections = {"kl": {"coefficient": 0.05}, "reference": {"reset_every": 3, "reset_optimizer": True}}
 
 
-def kinds_of_runs(directory: Path, *, judge: str, vllm: str) -> dict[str, Sections]:
-    """The sections of each kind's recipe. Servers outlive the runs."""
+@contextmanager
+def kinds_of_runs(directory: Path) -> Iterator[dict[str, Sections]]:
+    """The sections of each kind's recipe, while the files and servers that they name are there."""
+    save_run_model(directory / "base")
+    (directory / "slow.py").write_text(SLOW)
+    slow_judge = JudgeServer(lambda earlier, body: replace(honest(body), wait=0.1))
+    with patch("support.vllm_server.read_weights", size_of_weights), slow_judge as judge, VLLMServer() as vllm:
+        yield sections_of(directory, judge=judge.url, vllm=vllm.url)
+
+
+def sections_of(directory: Path, *, judge: str, vllm: str) -> dict[str, Sections]:
+    """The sections by kind."""
     backend = {"type": "endpoint", "base_url": judge, "model": "judge-1"}
     slow = {"type": "function", "function": f"{directory / 'slow.py'}:slow"}
     base = {"new": None, "path": str(directory / "base"), "lora": {"rank": 4, "alpha": 8}}
@@ -70,7 +80,12 @@ def kinds_of_runs(directory: Path, *, judge: str, vllm: str) -> dict[str, Sectio
         "judge": {"rewards": {"judge": {"type": "judge", "backend": backend, "canaries": {"enabled": False}}}},
         "slow rewards": {"rewards": {"slow": slow}, "run": {"grading_workers": 2}},
         "saves at every step": {"run": {"checkpoint_every": 1}, "evaluation": {"every": 1}},
-        "real model": {"model": real, "rollout": {"prompts_per_step": 2}, "training": {"steps": 3}},
+        "real model": {
+            "model": real,
+            "rollout": {"prompts_per_step": 2},
+            "training": {"steps": 3},
+            "sft": {"steps": 1},
+        },
     }
 
 
@@ -93,32 +108,27 @@ class Moment:
         return f"{signal.Signals(self.number).name} to {self.target}, {when} row {self.row}"
 
 
-@dataclass
 class Job:
     """`flatpeak train` in a process of its own, and what is seen of it from outside."""
 
-    recipe: Path
-    run: Path
-    resume: bool = False
-    rows: list[float] = field(default_factory=list)
-    """The times of the rows of metrics.jsonl since the start."""
-    saves: list[float] = field(default_factory=list)
-    """The seconds that saves took."""
-    saving: float | None = None
-    """The time at which the present save began."""
-
-    def __post_init__(self) -> None:
-        self.mark = f"{self.run.parent.name}-{time.monotonic_ns()}"
-        command = [sys.executable, "-m", "flatpeak", "train", str(self.recipe), *(["--resume"] if self.resume else [])]
-        self.temporary = self.run.parent / "tmp"
+    def __init__(self, recipe: Path, run: Path, *options: str) -> None:
+        self.run = run
+        self.mark = str(time.monotonic_ns())
+        self.rows = list[float]()
+        """The times at which rows of metrics.jsonl were first seen."""
+        self.saves = list[float]()
+        """The seconds that saves took."""
+        self.saving: float | None = None
+        """The time at which the present save began."""
+        self.temporary, self.log = run.parent / "tmp", recipe.with_suffix(".log")
         self.temporary.mkdir(exist_ok=True)
-        self.log = self.recipe.with_suffix(".log")
+        command = [sys.executable, "-m", "flatpeak", "train", str(recipe), *options]
         with self.log.open("a") as output:
             self.started = time.monotonic()
+            environment = {**os.environ, MARK: self.mark, "TMPDIR": str(self.temporary)}
             self.process = subprocess.Popen(
-                command, env={**os.environ, MARK: self.mark, "TMPDIR": str(self.temporary)},
-                stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def look(self) -> bool:
         """Note rows and saves; whether the job runs."""
@@ -157,10 +167,9 @@ class Job:
         deadline = time.monotonic() + within
         while self.look() or self.left_over():
             if time.monotonic() > deadline:
-                orphans = self.left_over()
-                for pid in orphans:
+                for pid in self.left_over():
                     os.kill(pid, signal.SIGKILL)
-                raise AssertionError(f"{len(orphans)} processes are left: {self.log.read_text()[-2000:]}")
+                raise AssertionError(f"it does not end: {self.log.read_text()[-2000:]}")
         return self.process.returncode
 
     def left_over(self) -> list[int]:
@@ -177,7 +186,7 @@ class Verdict:
     ends: list[float] = field(default_factory=list)
     """The seconds from each signal to the end of the last process."""
     saves: list[float] = field(default_factory=list)
-    """The seconds that each save took before that."""
+    """The seconds that each save took, in runs that were stopped."""
     wrong: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -204,8 +213,7 @@ class Case:
         path = directory / "recipe.yaml"
         path.write_text(yaml.safe_dump(base_recipe(directory, "run", **merge(BASE, sections)), sort_keys=False))
         job = Job(path, directory / "run")
-        code = job.end()
-        assert code == 0, job.log.read_text()
+        assert job.end() == 0, job.log.read_text()
         gaps = [later - earlier for earlier, later in pairwise([job.started, *job.rows])]
         expected = left_by(job.run.rename(directory / "whole"))
         return cls(recipe=path, run=job.run, shared="distributed" in sections, expected=expected, gaps=gaps)
@@ -225,7 +233,7 @@ class Case:
         shared, verdict, first = set(SHARED.iterdir()), Verdict(), 0 if kill else 1
         for index in range(1 + (chance.random() < 0.5)):
             moment = self.moment(chance, kill=kill, first=first)
-            job = Job(self.recipe, self.run, resume=index > 0)
+            job = Job(self.recipe, self.run, *([] if index == 0 else ["--resume"]))
             if not job.interrupt(moment, gap=self.gaps[moment.row]):
                 verdict.wrong += [] if job.end() == 0 else [f"ended with {job.process.returncode}"]
                 break
@@ -233,17 +241,16 @@ class Case:
             verdict.wrong += self.wrong_end(job.end(), moment, job.log.read_text())
             verdict.moments.append(moment)
             verdict.ends.append(time.monotonic() - since)
-            verdict.saves += job.saves
+            verdict.saves += [] if kill else job.saves  # a killed run leaves what looks like a save
             first = len(job.rows) + 1
-        job = Job(self.recipe, self.run, resume=True)
+        job = Job(self.recipe, self.run, "--resume")
         if job.end() == 0:
-            verdict.wrong += differences(left_by(self.run), self.expected, stopped=not kill)
+            verdict.wrong += differences(left_by(self.run), self.expected, stopped=not kill or self.shared)
         else:
             verdict.wrong.append(job.log.read_text()[-3000:])
-        deadline = time.monotonic() + 10  # other runs of this machine put files there too
-        while (left := set(SHARED.iterdir()) - shared) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        verdict.wrong += [str(path) for path in (*left, *job.temporary.iterdir())]
+        if set(SHARED.iterdir()) - shared:
+            time.sleep(10)  # until other runs of this machine have removed theirs
+        verdict.wrong += [str(path) for path in (*(set(SHARED.iterdir()) - shared), *job.temporary.iterdir())]
         return verdict
 
     def wrong_end(self, code: int, moment: Moment, output: str) -> list[str]:
@@ -255,23 +262,11 @@ class Case:
         return wrong if newest_is_the_last_step(self.run) else [*wrong, "the newest checkpoint is not the last step"]
 
 
-@contextmanager
-def opened(directory: Path) -> Iterator[dict[str, Sections]]:
-    """The kinds of runs, while their files and servers are there."""
-    save_run_model(directory / "base")
-    (directory / "slow.py").write_text(SLOW)
-    with ExitStack() as stack:
-        stack.enter_context(patch("support.vllm_server.read_weights", size_of_weights))
-        judge = stack.enter_context(JudgeServer(lambda earlier, body: replace(honest(body), wait=0.1)))
-        vllm = stack.enter_context(VLLMServer())
-        yield kinds_of_runs(directory, judge=judge.url, vllm=vllm.url)
-
-
 def interrupt_runs(names: Sequence[str], *, count: int, seed: int, kill: bool) -> dict[str, list[Verdict]]:
     """Send so many signals to runs of these kinds in turn (all but the real model without any), and print each run."""
     chance, directory = random.Random(seed), Path(tempfile.mkdtemp(prefix="interruptions-"))
     cases, verdicts = dict[str, Case](), defaultdict[str, list[Verdict]](list)
-    with opened(directory) as kinds:
+    with kinds_of_runs(directory) as kinds:
         names = names or [name for name in kinds if name != "real model"]
         for kind in cycle(names):
             if sum(len(verdict.moments) for of_kind in verdicts.values() for verdict in of_kind) >= count:

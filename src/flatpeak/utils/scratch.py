@@ -28,7 +28,7 @@ class ScratchDirectory:
         self._delete = weakref.finalize(self, _delete, self.path, lock)
 
     def close(self) -> None:
-        """Delete the directory."""
+        """Delete the directory now; otherwise it is deleted as the process ends."""
         self._delete()
 
 
