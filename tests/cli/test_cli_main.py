@@ -210,6 +210,20 @@ def test_an_interrupt_is_exit_code_130(monkeypatch):
     assert raised(monkeypatch, KeyboardInterrupt()).returncode == 130
 
 
+def test_a_command_that_ends_leaves_nothing_to_search_for_garbage():
+    """With torch and transformers loaded the interpreter would need a second for it."""
+    code = (
+        "import atexit, gc\n"
+        "atexit.register(lambda: print(len(gc.get_objects())))\n"
+        "from flatpeak.cli.main import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True)
+    version, objects = done.stdout.splitlines()
+    assert version.startswith("flatpeak ")
+    assert int(objects) < 1000
+
+
 @pytest.mark.parametrize(("given", "seen"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
 def test_waiting_threads_sleep_unless_the_user_says_otherwise(given, seen):
     names = "module.os.environ['OMP_WAIT_POLICY'], module.os.environ['TOKENIZERS_PARALLELISM']"

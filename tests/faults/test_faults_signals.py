@@ -22,7 +22,7 @@ from flatpeak.rollout.slots import CompletionBuffer, DecodeSlots
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.training.optimizer import BaseLearner
 from support.resumes import TIMES, Judge, MakeRun, Whole, assert_same
-from support.runs import Recipe, Train
+from support.runs import Recipe, Send, Train, Watch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -149,6 +149,18 @@ def test_a_signal_at_a_layer_of_an_update_loses_nothing(make_run: MakeRun, whole
             Signalled(patch, moment, at=at, number=signal.SIGTERM)
             assert run.start(resume=resume).exit_code == 128 + signal.SIGTERM
     assert_same(run.go_on(), expected)
+
+
+def test_a_signal_leaves_no_time_for_the_report(
+    recipe: Recipe, train: Train, watch: Watch, send: Send, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its charts take longer to draw than anything else between the signal and the end."""
+    written: list[Path] = []
+    monkeypatch.setattr("flatpeak.pipeline.lifecycle.write_report", written.append)
+    stopped = train(recipe(), progress=watch({("train", 1): send(signal.SIGTERM)}))
+    assert (stopped.exit_code, written) == (143, [])
+    assert train(recipe(), resume=True).exit_code == 0
+    assert written == [stopped.path]
 
 
 SLEEPING = """

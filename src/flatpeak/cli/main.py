@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import sys
 import traceback
@@ -153,6 +155,7 @@ def version(show: bool = typer.Option(False, "--version", help="Show the version
 
 def main() -> None:
     """The entry point. Exit codes: 0 done, 1 failed, 2 bad command or recipe, 130 and 143 stopped by a signal."""
+    atexit.register(gc.freeze)  # the interpreter would search all of torch for garbage as it ends, for a second
     warnings.formatwarning = _format_warning
     _open_streams()
     try:
