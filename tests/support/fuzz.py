@@ -143,7 +143,8 @@ def _limit_memory(patch: pytest.MonkeyPatch, memory: tuple[str, int] | None) -> 
         return train(self, batch, **settings)
 
     def limited_decode(self: DecodeSlots, batch_size: int) -> None:
-        if batch_size > limit:
+        count, *_, max_rows = self.request_key
+        if min(count, max_rows) > limit:
             raise torch.OutOfMemoryError("CUDA out of memory")
         decode(self, batch_size)
 

@@ -21,7 +21,9 @@ Notice = tuple[str, int, str]
 """Stage, step and text."""
 MONITORED = ("no group of the last",)
 BFLOAT16_GAP = 0.02
-"""Largest mean |difference| of log-probabilities in bfloat16, at temperature 1."""
+"""Largest mean |difference| of log-probabilities in bfloat16, at temperature 1, of models with small logits."""
+BFLOAT16_STEP = 2**-7
+"""The largest distance of two neighbours in bfloat16, relative to them."""
 
 
 def differences(resumed: dict[str, Any], expected: dict[str, Any]) -> list[str]:
@@ -93,7 +95,8 @@ def sampler_gap(recipe: dict[str, Any], path: Path) -> float:
         recomputed_T, _ = policy.token_logprobs(batch, temperature=temperature)
     gap_T = (recomputed_T.float() - batch.sampler_logprobs_T).abs()
     if config.model.dtype == "bfloat16":
-        return float(gap_T.mean()) / (BFLOAT16_GAP / min(1.0, temperature))
+        rounding = _largest_logit(policy, groups) * BFLOAT16_STEP / 2
+        return float(gap_T.mean()) / (max(BFLOAT16_GAP, rounding) / min(1.0, temperature))
     return float(gap_T.max()) / (1e-5 * max(1.0, _largest_logit(policy, groups)) / temperature)
 
 
