@@ -21,7 +21,6 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +42,7 @@ from flatpeak.policy.model import Policy
 from flatpeak.rollout.slots import CompletionBuffer, DecodeSlots
 from flatpeak.runs.metrics import MetricsWriter
 from flatpeak.training.optimizer import BaseLearner
-from flatpeak.types import Example, Group, Prompt
+from flatpeak.types import Example, Group
 from support.fuzz_cases import Case, Stop, draw
 from support.fuzz_outcomes import differences, sampler_gap
 from support.fuzz_sections import FILES
@@ -91,6 +90,8 @@ class Verdict:
     detail: str = ""
     gap: float = 0.0
     """Sampler against trainer, as a share of what is allowed."""
+    ends: int = 0
+    """How often the run was interrupted; a resumed one may end before that."""
 
 
 def examine(case: Case, directory: Path) -> Verdict:
@@ -102,10 +103,10 @@ def examine(case: Case, directory: Path) -> Verdict:
             _limit_memory(patch, case.memory)
             try:
                 write_files(case, directory / "files")
-                whole, calls = _run(case, directory / "whole")
+                whole, calls = run_whole(case, directory / "whole")
             except UserError as error:
-                return verdict(kind="refused", detail=str(error))
-            cut = _interrupted(case, directory / "cut", calls)
+                return verdict(kind="failed" if "\n" in str(error) else "refused", detail=str(error))
+            cut, ends = _interrupted(case, directory / "cut", calls)
         different = differences(outcome(cut), outcome(whole))
         if different:
             return verdict(kind="failed", detail=f"resumed run differs in {'; '.join(different)}")
@@ -114,7 +115,7 @@ def examine(case: Case, directory: Path) -> Verdict:
         return verdict(kind="failed", detail=traceback.format_exc())
     if not gap <= 1:
         return verdict(kind="failed", detail=f"sampler-trainer gap is {gap:.3g} times the bound", gap=gap)
-    return verdict(kind="ok", gap=gap)
+    return verdict(kind="ok", gap=gap, ends=ends)
 
 
 def write_files(case: Case, directory: Path) -> None:
@@ -127,7 +128,7 @@ def write_files(case: Case, directory: Path) -> None:
     if case.base:
         sections = {name: case.recipe[name] for name in ("task", "tasks") if name in case.recipe}
         off = {"rollout": {"max_new_tokens": 1}, "training": {"steps": 0}, "evaluation": {"size": 1}}
-        recipe = {**sections, **off, "run": {"name": "made"}, "model": case.base}
+        recipe = {**sections, **off, "run": {"name": "made"}, "model": {**case.base, "dtype": "float32"}}
         made = _start(replace(case, recipe=recipe), directory, at={})
         (Path(made.path) / "checkpoints" / "last").resolve().rename(directory / "base")
 
@@ -159,11 +160,8 @@ class Scorer:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.prompts: dict[str, Prompt] = {}
-        """Every prompt that was sampled."""
 
     def __call__(self, group: Group) -> list[float | None]:
-        self.prompts[group.prompt.id] = group.prompt
         return [self._score(completion.token_ids) for completion in group.completions]
 
     def _score(self, tokens: Sequence[int]) -> float | None:
@@ -206,7 +204,7 @@ def _start(case: Case, directory: Path, *, at: dict[tuple[str, int], Callable[[]
     )
 
 
-def _run(case: Case, directory: Path) -> tuple[Path, dict[str, int]]:
+def run_whole(case: Case, directory: Path) -> tuple[Path, dict[str, int]]:
     """The run in one go, and how often it calls the functions of each kind."""
     with pytest.MonkeyPatch.context() as patch:
         counted = {name: CountedCalls(patch, *functions) for name, functions in FUNCTIONS.items()}
@@ -215,23 +213,31 @@ def _run(case: Case, directory: Path) -> tuple[Path, dict[str, int]]:
     return Path(result.path), {name: calls.count for name, calls in counted.items()}
 
 
-def _interrupted(case: Case, directory: Path, calls: dict[str, int]) -> Path:
-    for stop, resume in zip(case.stops, itertools.chain([False], itertools.repeat(True)), strict=False):
-        _stop(case, directory, stop, calls, resume=resume)
+def _interrupted(case: Case, directory: Path, calls: dict[str, int]) -> tuple[Path, int]:
+    """The run with its interruptions, and how many there were."""
+    resumes = itertools.chain([False], itertools.repeat(True))
+    ends = [
+        _ends_early(case, directory, stop, calls, resume=resume)
+        for stop, resume in zip(case.stops, resumes, strict=False)
+    ]
     result = _start(case, directory, at={}, resume=True)
     assert result.exit_code == 0, result.summary
-    return Path(result.path)
+    return Path(result.path), sum(ends)
 
 
-def _stop(case: Case, directory: Path, stop: Stop, calls: dict[str, int], *, resume: bool) -> None:
-    """Start a run, and end it early, unless it ends by itself before that."""
+def _ends_early(case: Case, directory: Path, stop: Stop, calls: dict[str, int], *, resume: bool) -> bool:
+    """Start a run, and interrupt it; whether it did not end by itself before that."""
     action = die if stop.kill else partial(os.kill, os.getpid(), signal.SIGTERM)
     at_step = {} if stop.where in FUNCTIONS else {(stop.where, int(stop.at)): action}
-    with pytest.MonkeyPatch.context() as patch, suppress(Death):
+    with pytest.MonkeyPatch.context() as patch:
         if stop.where in FUNCTIONS:
             CountedCalls(patch, *FUNCTIONS[stop.where], at=1 + int(stop.at * calls[stop.where]), action=action)
-        stopped = _start(case, directory, at=at_step, resume=resume)
-        assert stopped.exit_code in (0, 128 + signal.SIGTERM), stopped.summary
+        try:
+            result = _start(case, directory, at=at_step, resume=resume)
+        except Death:
+            return True
+    assert result.exit_code in (0, 128 + signal.SIGTERM), result.summary
+    return bool(result.exit_code)
 
 
 def to_yaml(case: Case) -> str:
@@ -312,6 +318,7 @@ def _summary(verdicts: Sequence[Verdict]) -> str:
                 f"{name}: " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
                 for name, kinds in sorted(by_feature.items())
             ),
+            f"{sum(verdict.ends for verdict in verdicts)} interruptions",
             f"largest gap, of what is allowed: {', '.join(gaps)}",
         ]
     )

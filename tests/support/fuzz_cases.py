@@ -115,11 +115,9 @@ def draw(seed: str, model: str | None = None) -> Case:
         )
     if has_sft:
         recipe["sft"] = sections.sft(rng)
-    base = None
-    if adapters:
-        base = {key: value for key, value in recipe["model"].items() if key in ("new", "device")}
-        adapter = {"path": f"{FILES}/base", "lora": _adapter(rng), "device": "cpu"}
-        recipe["model"] = {**adapter, "dtype": recipe["model"]["dtype"], **maybe(rng, 0.2, {"quantization": "nf4"})}
+    base = recipe["model"] if adapters else None
+    if base:
+        recipe["model"] = {"path": f"{FILES}/base", "device": "cpu", "dtype": base["dtype"], **_adapters(rng)}
     memory = rng.choice([("tokens", 3), ("tokens", 12), ("rows", 2)]) if rng.random() < 0.12 else None
     case = Case(
         seed=seed,
@@ -215,14 +213,15 @@ def _tasks(rng: random.Random) -> dict[str, Any]:
     return tasks | maybe(rng, 0.3, {"curriculum": _curriculum(rng)})
 
 
-def _adapter(rng: random.Random) -> dict[str, Any]:
-    return {
+def _adapters(rng: random.Random) -> dict[str, Any]:
+    lora = {
         "rank": rng.choice([1, 2, 4]),
         "alpha": 8,
         **maybe(rng, 0.2, {"dora": True}),
         **maybe(rng, 0.2, {"rslora": True}),
         **maybe(rng, 0.2, {"dropout": 0.2}),
     }
+    return {"lora": lora, **maybe(rng, 0.2, {"quantization": "nf4"})}
 
 
 def _model(rng: random.Random, *, context: int) -> dict[str, Any]:
