@@ -79,7 +79,7 @@ def test_moments_that_a_resume_loses_are_noticed(tmp_path: Path, monkeypatch: py
 
 def test_a_step_that_is_saved_half_done_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompletedStep, "intact", lambda *_, **__: True)
-    recipe = merge(PLAIN.recipe, {"training": {"minibatches": 2}})
+    recipe = merge(PLAIN.recipe, {"run": {"checkpoint_every": 0}, "training": {"minibatches": 2}})
     # The sixth of eight updates is the second of its step.
     stops = (Stop(where="update", at=0.65, kill=False),)
     verdict = examine(replace(PLAIN, recipe=recipe, stops=stops), tmp_path)

@@ -10,7 +10,6 @@ log-probabilities that the sampler stores are compared with those of the trainin
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import signal
@@ -36,7 +35,6 @@ import flatpeak.runs.checkpoints
 import flatpeak.training.recorder
 from flatpeak.config.load import merge
 from flatpeak.errors import UserError
-from flatpeak.evaluation.evaluate import Evaluator
 from flatpeak.pipeline import train as api
 from flatpeak.policy.model import Policy
 from flatpeak.rollout.slots import CompletionBuffer, DecodeSlots
@@ -54,7 +52,7 @@ FUNCTIONS: dict[str, tuple[tuple[Any, str], ...]] = {
     "pass": ((Policy, "token_logprobs"),),
     "layer": ((BaseLearner, "_before_layer"),),
     "update": ((BaseLearner, "update"),),
-    "evaluation": ((Evaluator, "evaluate"),),
+    "evaluation": ((flatpeak.training.recorder.Recorder, "evaluate"), (flatpeak.training.recorder, "write_answers")),
     "save": ((flatpeak.training.recorder, "write_checkpoint"),),
     "files": ((flatpeak.runs.checkpoints, "write_manifest"),),
     "link": ((flatpeak.training.recorder, "link_checkpoint"), (flatpeak.training.recorder, "prune")),
@@ -215,11 +213,7 @@ def run_whole(case: Case, directory: Path) -> tuple[Path, dict[str, int]]:
 
 def _interrupted(case: Case, directory: Path, calls: dict[str, int]) -> tuple[Path, int]:
     """The run with its interruptions, and how many there were."""
-    resumes = itertools.chain([False], itertools.repeat(True))
-    ends = [
-        _ends_early(case, directory, stop, calls, resume=resume)
-        for stop, resume in zip(case.stops, resumes, strict=False)
-    ]
+    ends = [_ends_early(case, directory, stop, calls, resume=number > 0) for number, stop in enumerate(case.stops)]
     result = _start(case, directory, at={}, resume=True)
     assert result.exit_code == 0, result.summary
     return Path(result.path), sum(ends)
