@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -87,6 +88,32 @@ def die() -> None:
     raise Death
 
 
+class CountedCalls:
+    """Calls of some functions, with an action before one of them."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *functions: tuple[Any, str],
+        at: int = 0,
+        action: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`functions`: their owners and names. `at`: the number of the call, from 1; 0: none."""
+        self.count, self.at, self.action = 0, at, action
+        for owner, name in functions:
+            monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
+
+    def _counted(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            if self.count == self.at:
+                self.action()
+            return plain(*args, **kwargs)
+
+        return counted
+
+
 def steps_of(run: Path) -> list[Path]:
     """Every checkpoint, those of SFT first."""
     parents = (run / "checkpoints" / "sft", run / "checkpoints")
@@ -145,7 +172,7 @@ def outcome(path: Path) -> dict[str, Any]:
     del state["history"]["seconds"]
     summary = read_summary(path / "summary.json")
     return {
-        "weights": load_file(last / "model.safetensors"),
+        "weights": _weights(last),
         "optimizer": load_file(last / "trainer" / "state.safetensors"),
         "state": state,
         "files": {file.name: file.read_bytes() for file in last.glob("*config.json")}
@@ -159,8 +186,14 @@ def outcome(path: Path) -> dict[str, Any]:
         "evaluations": {file.name: file.read_bytes() for file in (path / "evaluations").iterdir()},
         "summary": (summary.status, summary.best_step, summary.last_step, summary.evaluations, summary.signal),
         "links": {name: (path / "checkpoints" / name).readlink() for name in ("best", "last")},
-        "best": load_file(path / "checkpoints" / "best" / "model.safetensors"),
+        "best": _weights(path / "checkpoints" / "best"),
     }
+
+
+def _weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The weights of a model or of its adapters."""
+    (file,) = checkpoint.glob("*model.safetensors")
+    return load_file(file)
 
 
 def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -183,10 +183,10 @@ class LogprobGapMonitor:
             steps = "1 step" if self.count == 1 else f"{self.count} steps"
             self._notice(
                 f"in {steps} so far the sampler's log-probabilities were more than {GAP_BOUND} nats per token from the "
-                f"trainer's before any update (now {gap:.3g} on average): the sampler has other weights, another "
-                "temperature, or log-probabilities after top-p or top-k, or model.dropout is on; without "
-                "objective.sampler_correction every importance ratio is off by as much in float32, and below it "
-                "completions count as the policy's own"
+                f"trainer's before any update (now {gap:.3g} on average): the sampler has other weights (those of the "
+                "step before with rollout.staleness=1), another temperature, or log-probabilities after top-p or "
+                "top-k, or model.dropout is on; without objective.sampler_correction every importance ratio is off by "
+                "as much in float32, and below it completions count as the policy's own"
             )
 
 
