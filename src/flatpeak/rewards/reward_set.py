@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -128,6 +128,12 @@ class RewardSet:
             timed_out={name: [list(row) for row in one.timed_out] for name, one in scored.items() if any(one.flags)},
             logged={f"{name}/{metric}": values for name in scored for metric, values in scored[name].logged.items()},
         )
+
+    def check_rows(self, prompts: Iterable[Prompt]) -> None:
+        """UserError if a component cannot score completions of these rows."""
+        rows = list(prompts)
+        for scorer in self._scorers.values():
+            scorer.check_rows(rows)
 
     def prepare(self, examples: Sequence[Example]) -> None:
         """Let components check themselves before anything is spent on a run; UserError if a component is unfit.

@@ -236,7 +236,8 @@ class EndpointJudge:
             raise self._status_failure(error) from None
         except openai.APIConnectionError as error:
             cause = error.__cause__
-            text = f"connection failed: {type(cause).__name__ if cause else ''} {cause or error}"
+            address = self._backend.base_url
+            text = f"connection failed: {type(cause).__name__ if cause else ''} {cause or error} ({address})"
             raise _AttemptError(self.scrub(" ".join(text.split()))[:200], retried=True) from None
         except (openai.OpenAIError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             text = f"{type(error).__name__}: {error}"
