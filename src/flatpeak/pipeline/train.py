@@ -138,6 +138,7 @@ def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[
             training(run, start) as recorder,
         ):
             components.attach(run.paths.path, run.stop)
+            components.sampler.announce_with(run.progress.notice)
             components.sampler.halve_with(recorder.halvings)
             if point.newest is not None:
                 state = point.newest.state["stage"][SAMPLER_STATE]
