@@ -105,7 +105,8 @@ def _announce_resume(run: RunPaths, *, steps: int) -> None:
     elif run.summary.is_file():
         summary = read_summary(run.summary)
         if summary.status == "done" and summary.last_step == steps:
-            typer.echo(f"--resume: {run.path} is done; raise training.steps={steps} to train on", err=True)
+            more = f"flatpeak fork {run.path} {steps} --name NEW training.steps={2 * steps}"
+            typer.echo(f"--resume: {run.path} is done; to train on: {more}", err=True)
 
 
 def start_processes(config: RunConfig) -> None:
