@@ -167,8 +167,13 @@ class RewardSet:
         `at_once` makes a context in which the signal itself raises it, for functions that are called in this process.
         """
         self._stopping, self._at_once = stopping, at_once
+
+        def asked_to_stop() -> bool:
+            self._give_notices()  # a judge that is waited for may have one
+            return stopping()
+
         for scorer in self._scorers.values():
-            scorer.attach(directory, stopping=stopping)
+            scorer.attach(directory, stopping=asked_to_stop)
 
     def measured(self, scores: Scores) -> dict[str, float]:
         """The components' metrics since the last call, and how far judges are from components that know the truth."""

@@ -85,7 +85,9 @@ class EndpointJudge:
             requests_per_minute=config.requests_per_minute, tokens_per_minute=config.tokens_per_minute
         )
         self._outage = Outage(
-            give_up=config.give_up, what=f"rewards.{name}: the judge {backend.model} at {backend.base_url}"
+            give_up=config.give_up,
+            what=f"rewards.{name}: the judge {backend.model} at {backend.base_url}",
+            notice=lambda text: self._notices.append(text.removeprefix(f"rewards.{name}: ")),
         )
         self._budget = Budget(max_calls=config.budget.max_calls, max_cost=config.budget.max_cost)
         # A generator of its own: retries must not change any other random numbers.
