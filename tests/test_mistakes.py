@@ -86,12 +86,15 @@ def test_a_mistake_on_the_command_line_is_told_in_two_lines_at_most(
     if "env" in row:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    before = set(here.rglob("manifest.json"))
     ended = command(*shlex.split(row["command"])[1:], cwd=here)
     text = ended.stderr.rstrip("\n")
     assert is_said(text, row["says"]), text
     assert text.count("\n") < 2
     assert "Traceback" not in ended.stdout
-    assert ended.returncode == row.get("exit code", 1 if row.get("in the run") else 2)
+    code = row.get("exit code", 1 if row.get("in the run") else 2)
+    assert ended.returncode == code
+    assert code != 2 or set(here.rglob("manifest.json")) == before  # no run is left that would stand in the way
 
 
 @pytest.mark.parametrize("row", cases("python"))
