@@ -320,6 +320,7 @@ def test_a_notice_says_that_a_judge_is_waited_for_while_it_is(endpoint_limits, t
         rewards = RewardSet([Component(name="judge", weight=1.0, scorer=judge)], notice=said.append)
         rewards.attach(tmp_path, stopping=lambda: False, at_once=nullcontext)
         assert rewards([group("1", "2")]).parts["judge"] != [[None, None]]
+        rewards.close()
         (notice,) = said
         assert notice.startswith(f"reward 'judge': the judge judge-1 at {server.url} does not answer (")
         assert notice.endswith("): waiting up to 30 s")
