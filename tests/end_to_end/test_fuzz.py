@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 @pytest.mark.parametrize("index", range(COUNT))
 def test_a_random_recipe_runs_resumes_and_agrees_with_its_sampler(index: int, tmp_path: Path) -> None:
-    verdict = examine(draw(f"4/{index}"), tmp_path)
+    verdict = examine(draw(f"122/{index}"), tmp_path)
     assert verdict.kind in ("ok", "refused"), f"{verdict.detail}\n{to_yaml(verdict.case)}"
 
 

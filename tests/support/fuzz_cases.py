@@ -152,7 +152,7 @@ def _of_model(case: Case, model: str, *, steps: int) -> Case:
 def _stops(rng: random.Random, *, sft: bool, steps: int, at_steps: bool) -> tuple[Stop, ...]:
     """One or two; where memory runs out, the step in which it does is not left in the middle by a signal.
 
-    That step's checkpoint would have the smaller micro-batches, and the same step again other last bits.
+    A resumed run starts that step with the smaller micro-batches, so its last bits may be others.
     """
     stages = [("train", step) for step in range(1, steps)] + [("sft", 1)] * sft
     stops = []
