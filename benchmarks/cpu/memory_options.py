@@ -164,7 +164,7 @@ def build_batch() -> Batch:
         lengths_N=lengths_N,
         tokens_T=torch.randint(3, SIZES["vocab_size"], (total,), generator=generator),
         sequence_T=torch.arange(count).repeat_interleave(lengths_N),
-        advantages_N=torch.randn(count, generator=generator),
+        advantages_T=torch.randn(count, generator=generator).repeat_interleave(lengths_N),
         weights_N=torch.full((count,), 1 / count),
         old_logprobs_T=torch.zeros(total),
     )

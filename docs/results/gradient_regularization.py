@@ -248,8 +248,7 @@ class NaiveLearner(RegularizedLearner):
         """-A r, unclipped."""
         logprobs_T, _ = self.policy.token_logprobs(batch, temperature=self.temperature)
         old_T = logprobs_T.detach() if self.on_policy else batch.old_logprobs_T
-        advantages_T = batch.advantages_N.index_select(0, batch.sequence_T)
-        yield weighted_sum(-advantages_T * importance_ratio(logprobs_T, old_T), batch)
+        yield weighted_sum(-batch.advantages_T * importance_ratio(logprobs_T, old_T), batch)
 
 
 class OnPolicyLearner(NaiveLearner):

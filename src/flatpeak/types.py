@@ -105,6 +105,8 @@ class Completion:
     """The tokens decoded, without special tokens."""
     filtered_logprobs: tuple[float, ...] | None = None
     """With top-p or top-k: the log-probability under the filtered, renormalized distribution. Else None."""
+    trained: tuple[bool, ...] | None = None
+    """Whether each token is trained on; None: all. The policy reads the others, and did not sample them."""
     weight_version: int | None = None
     """The number of weight updates of the servers that drew it; None for engines that use the trainer's weights."""
 
@@ -156,8 +158,11 @@ class PackedCompletions:
     """float32 [T]: the sampler's log-probabilities; None if nothing was sampled."""
     reference_logprobs_T: Tensor | None = None
     """float32 [T]: the reference model's; None if there is no reference or it has not scored them."""
+    trained_T: Tensor | None = None
+    """bool [T]: tokens that the policy sampled and that count: losses, lengths in normalizations, ratios, KL, entropy
+    and metrics range over them. None: all."""
 
-    def to_batch(self, *, advantages_N: Tensor, weights_N: Tensor, old_logprobs_T: Tensor | None) -> Batch:
+    def to_batch(self, *, advantages_T: Tensor, weights_N: Tensor, old_logprobs_T: Tensor | None) -> Batch:
         """The same completions, with the values that a loss needs in addition."""
         return Batch(
             prompts=self.prompts,
@@ -167,7 +172,8 @@ class PackedCompletions:
             sequence_T=self.sequence_T,
             sampler_logprobs_T=self.sampler_logprobs_T,
             reference_logprobs_T=self.reference_logprobs_T,
-            advantages_N=advantages_N,
+            trained_T=self.trained_T,
+            advantages_T=advantages_T,
             weights_N=weights_N,
             old_logprobs_T=old_logprobs_T,
         )
@@ -175,12 +181,12 @@ class PackedCompletions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch(PackedCompletions):
-    """Completions ready for training, each with its advantage and its weight in the loss."""
+    """Completions ready for training, each with its tokens' advantages and its weight in the loss."""
 
-    advantages_N: Tensor
-    """float32 [N]: the advantage of every token of a completion."""
+    advantages_T: Tensor
+    """float32 [T]: the advantage of each token."""
     weights_N: Tensor
-    """float32 [N]: the weight of every token of a completion in the loss (functional.completion_weights)."""
+    """float32 [N]: the weight of every trained token of a completion in the loss (functional.completion_weights)."""
     old_logprobs_T: Tensor | None
     """float32 [T]: the old log-probabilities of the importance ratio, at the sampling temperature. None: use those of
     the training pass, detached, which is correct until the step changes a weight."""

@@ -82,7 +82,9 @@ def trained(request: pytest.FixtureRequest) -> Policy:
     completions = packed(groups)
     ones_N = torch.ones(len(completions.lengths_N))
     batch = completions.to_batch(
-        advantages_N=ones_N, weights_N=ones_N / len(completions.tokens_T), old_logprobs_T=completions.sampler_logprobs_T
+        advantages_T=torch.ones(len(completions.tokens_T)),
+        weights_N=ones_N / len(completions.tokens_T),
+        old_logprobs_T=completions.sampler_logprobs_T,
     )
     losses = [learner.update(batch, rate=3e-3).loss for _ in range(30)]
     assert losses[-1] < 0.7 * losses[0]

@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 from flatpeak import functional
-from flatpeak.functional import losses, sampler_correction
+from flatpeak.functional import loss_variants, losses, sampler_correction
 
 SIGNATURES = {
     "bootstrap_interval": "values, *, weights=None, confidence=0.95, num_resamples=10000, seed=0",

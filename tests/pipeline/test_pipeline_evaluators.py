@@ -131,7 +131,7 @@ def test_equal_and_missing_rewards_leave_no_loss() -> None:
     missing = make.batch(groups(), scores([[None, 1.0], [0.2, 0.6], [None, None]]))
     # Only group b counts: two completions in the denominator.
     assert missing.weights_N.tolist() == pytest.approx([1 / (2 * LIMIT)] * 2)
-    assert missing.advantages_N.tolist() == pytest.approx([-0.2, 0.2])
+    assert missing.advantages_T[missing.lengths_N.cumsum(0) - 1].tolist() == pytest.approx([-0.2, 0.2])
 
 
 def test_truncated_completions_are_masked_as_in_training() -> None:

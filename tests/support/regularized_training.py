@@ -66,7 +66,7 @@ def off_policy(policy: Policy, *, groups: int = 3, spread: float = 0.3) -> Batch
     noise_T, more_T = torch.randn(2, len(logprobs_T), generator=generator, dtype=logprobs_T.dtype)
     return replace(
         template,
-        advantages_N=torch.tensor(ADVANTAGES[:groups], dtype=logprobs_T.dtype).flatten(),
+        advantages_T=torch.tensor(ADVANTAGES[:groups], dtype=logprobs_T.dtype).flatten()[template.sequence_T],
         weights_N=completion_weights(template.lengths_N, "sequence_mean").to(logprobs_T.dtype),
         old_logprobs_T=logprobs_T + spread * noise_T,
         reference_logprobs_T=logprobs_T + 2 * spread * more_T,

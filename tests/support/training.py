@@ -174,6 +174,11 @@ def gradients(policy: Policy) -> dict[str, Tensor]:
     }
 
 
+def with_advantages(batch: Batch, advantages: Sequence[float]) -> Batch:
+    """The batch with one advantage per completion."""
+    return replace(batch, advantages_T=torch.tensor(advantages)[batch.sequence_T])
+
+
 def make_batch(
     lengths: Sequence[int], *, prompts: Sequence[Sequence[int]], prompt_N: Sequence[int], seed: int = 0
 ) -> Batch:
@@ -187,7 +192,7 @@ def make_batch(
         lengths_N=lengths_N,
         tokens_T=torch.randint(3, 24, (total,), generator=generator),
         sequence_T=torch.arange(count).repeat_interleave(lengths_N),
-        advantages_N=torch.randn(count, generator=generator),
+        advantages_T=torch.randn(count, generator=generator).repeat_interleave(lengths_N),
         weights_N=torch.rand(count, generator=generator) + 0.5,
         old_logprobs_T=-torch.rand(total, generator=generator) * 3,
         reference_logprobs_T=-torch.rand(total, generator=generator) * 3,

@@ -98,7 +98,7 @@ def batch_of_actions(bandit: Bandit, actions_N: Tensor, shares_N: Tensor, *, rat
         lengths_N=torch.ones(count, dtype=torch.int64),
         tokens_T=actions_N,
         sequence_T=torch.arange(count),
-        advantages_N=bandit.advantages(actions_N, shares_N),
+        advantages_T=bandit.advantages(actions_N, shares_N),
         weights_N=shares_N / ratios_N,
         old_logprobs_T=bandit.logprobs().detach()[actions_N] - torch.log(ratios_N),
     )

@@ -47,7 +47,7 @@ def setting() -> tuple[Policy, Batch]:
 
 
 def advantages(batch: Batch) -> Tensor:
-    return batch.advantages_N[batch.sequence_T]
+    return batch.advantages_T
 
 
 def ratio(logprobs: Tensor, batch: Batch) -> Tensor:

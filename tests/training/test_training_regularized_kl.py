@@ -60,7 +60,7 @@ def test_left_out_of_the_penalty_they_are_still_descended(terms: str, budget: in
 def test_the_penalty_without_kl_is_the_curvature_of_the_policy_loss_written_out() -> None:
     policy, batch = setting()
     held = blocks_of(policy)
-    a = batch.advantages_N[batch.sequence_T]
+    a = batch.advantages_T
     weights_T = batch.weights_N[batch.sequence_T]
 
     def policy_loss() -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatpeak.training.config import LOSS_SETTINGS, is_reference
+from flatpeak.training.config import LOSS_ARGUMENTS, LOSS_SETTINGS, is_reference
 from flatpeak.utils.schema import StrictConfig
 from flatpeak.utils.user_code import FROM_PYTHON
 
@@ -131,7 +131,7 @@ RULES = (
     ),
     Rule(
         choice="objective.loss",
-        applies=lambda loss: str(loss) in LOSS_SETTINGS,
+        applies=lambda loss: str(loss) in LOSS_SETTINGS.keys() - LOSS_ARGUMENTS.keys(),
         settings=("objective.arguments",),
         instead="objective.loss=file.py:function",
     ),

@@ -20,7 +20,15 @@ from flatpeak.policy.model import Policy
 from flatpeak.policy.model_settings import without_dropout
 from flatpeak.protocols import Sampler
 from flatpeak.rewards.reward_set import RewardSet
-from flatpeak.training.batch import collate, micro_batches, take
+from flatpeak.training.batch import (
+    collate,
+    has_advantage,
+    micro_batches,
+    on_trained_tokens,
+    per_token,
+    take,
+    trained_lengths,
+)
 from flatpeak.training.learner import token_budget, weighted_sum
 from flatpeak.training.objective import Objective, with_old_logprobs
 from flatpeak.training.reward_tensors import Advantages, reward_tensors
@@ -136,10 +144,12 @@ class SampledLoss:
         )
         advantages_PG = self.advantages(rewards.rewards_PG, rewards.valid_PG)
         completions = collate(groups, rewards.trained_PG, device=self.policy.device)
-        advantages_N = advantages_PG[rewards.trained_PG].to(self.policy.device)
-        weights_N = completion_weights(completions.lengths_N, config.normalization, max_tokens=self.max_new_tokens)
-        batch = completions.to_batch(advantages_N=advantages_N, weights_N=weights_N, old_logprobs_T=None)
-        signal_N = (weights_N > 0) & ((advantages_N != 0) | self.objective.loss.all_tokens)
+        advantages_T = per_token(advantages_PG[rewards.trained_PG], completions)
+        weights_N = completion_weights(
+            trained_lengths(completions), config.normalization, max_tokens=self.max_new_tokens
+        )
+        batch = completions.to_batch(advantages_T=advantages_T, weights_N=weights_N, old_logprobs_T=None)
+        signal_N = (weights_N > 0) & (has_advantage(batch) | self.objective.loss.all_tokens)
         return take(batch, signal_N.nonzero()[:, 0])
 
     def losses(self, batch: Batch) -> Iterator[Tensor]:
@@ -150,6 +160,7 @@ class SampledLoss:
                 logprobs_T, _ = self.policy.token_logprobs(
                     micro_batch, temperature=self.temperature, twice_differentiable=True
                 )
+            micro_batch, logprobs_T = on_trained_tokens(micro_batch, logprobs_T)
             micro_batch = with_old_logprobs(micro_batch, logprobs_T)
             loss_T = self.objective.policy_loss(logprobs_T, micro_batch, curvature=True)
             yield weighted_sum(loss_T, micro_batch)

@@ -15,7 +15,7 @@ from flatpeak.config.load import Settings, apply_settings, parse_config, read_re
 from flatpeak.config.run_config import RunConfig
 from flatpeak.config.unused_settings import explicit_settings
 from flatpeak.errors import UserError
-from flatpeak.functional.losses import PolicyLoss
+from flatpeak.functional.policy_losses import PolicyLoss
 from flatpeak.pipeline.prompt_record import read_prompt_record
 from flatpeak.pipeline.samplers import SamplerFactory
 from flatpeak.policy.config import ModelConfig
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from flatpeak.functional.losses import TokenFunction
+    from flatpeak.functional.policy_losses import TokenFunction
     from flatpeak.rewards.base import Scorer
 
     ModelInput: TypeAlias = str | Path | PreTrainedModel | PeftModel

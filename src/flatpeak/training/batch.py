@@ -46,6 +46,11 @@ def collate(groups: Sequence[Group], valid_PG: Tensor, *, device: torch.device) 
         tokens_T=_flat([completion.token_ids for _, completion in kept], dtype=torch.int64, device=device),
         sequence_T=torch.arange(len(kept), device=device).repeat_interleave(lengths_N),
         sampler_logprobs_T=_flat([completion.logprobs for _, completion in kept], dtype=torch.float32, device=device),
+        trained_T=_flat(
+            [completion.trained or (True,) * len(completion.token_ids) for _, completion in kept],
+            dtype=torch.bool,
+            device=device,
+        ),
     )
 
 
@@ -72,7 +77,7 @@ def minibatches(
     completions: PackedCompletions,
     count: int,
     *,
-    advantages_N: Tensor,
+    advantages_T: Tensor,
     old_logprobs_T: Tensor | None,
     of: MinibatchOf = "groups",
     normalization: Normalization,
@@ -85,20 +90,51 @@ def minibatches(
     Fewer where there are fewer of them. The weights of a minibatch are fixed over all its completions; those without
     signal are then left out, unless `all_tokens` (a KL or entropy term needs every token).
     """
-    lengths_N, prompt_N = completions.lengths_N, completions.prompt_N
+    prompt_N = completions.prompt_N
     unit_N = prompt_N if of == "groups" else torch.arange(len(prompt_N), device=prompt_N.device)
     present = torch.unique(unit_N)
     if not len(present):
         return
     order = present[torch.randperm(len(present), generator=torch.Generator().manual_seed(seed)).to(present.device)]
     members = [torch.isin(unit_N, units).nonzero()[:, 0] for units in order.tensor_split(min(count, len(order)))]
-    weights_N = torch.empty(len(lengths_N), device=lengths_N.device)
+    trained_N = trained_lengths(completions)
+    weights_N = torch.empty(len(trained_N), device=trained_N.device)
     for indices in members:
-        weights_N[indices] = completion_weights(lengths_N[indices], normalization, max_tokens=max_tokens)
-    epoch = completions.to_batch(advantages_N=advantages_N, weights_N=weights_N, old_logprobs_T=old_logprobs_T)
-    signal_N = weights_N > 0 if all_tokens else (weights_N > 0) & (advantages_N != 0)
+        weights_N[indices] = completion_weights(trained_N[indices], normalization, max_tokens=max_tokens)
+    epoch = completions.to_batch(advantages_T=advantages_T, weights_N=weights_N, old_logprobs_T=old_logprobs_T)
+    signal_N = weights_N > 0 if all_tokens else (weights_N > 0) & has_advantage(epoch)
     for indices in members:
         yield take(epoch, indices[signal_N[indices]])
+
+
+def per_token(values_N: Tensor, completions: PackedCompletions) -> Tensor:
+    """Each completion's value for each of its tokens, [T] on the completions' device."""
+    return values_N.to(completions.sequence_T.device).index_select(0, completions.sequence_T)
+
+
+def trained_lengths(batch: PackedCompletions) -> Tensor:
+    """int64 [N]: the trained tokens of each completion."""
+    if batch.trained_T is None:
+        return batch.lengths_N
+    return torch.zeros_like(batch.lengths_N).index_add(0, batch.sequence_T, batch.trained_T.long())
+
+
+def has_advantage(batch: Batch) -> Tensor:
+    """bool [N]: whether any token of a completion has an advantage."""
+    return torch.zeros_like(batch.lengths_N).index_add(0, batch.sequence_T, (batch.advantages_T != 0).long()) > 0
+
+
+def on_trained_tokens(batch: Packed, *values_T: Tensor) -> tuple[Any, ...]:
+    """(batch, *values_T) without the tokens that were read and are not trained on, which also leave `lengths_N`."""
+    if batch.trained_T is None or bool(batch.trained_T.all()):
+        return batch, *values_T
+    tokens = batch.trained_T.nonzero()[:, 0]
+    values = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name.endswith("_T")}
+    selected: dict[str, Any] = {
+        name: value.index_select(0, tokens) for name, value in values.items() if value is not None
+    }
+    shorter = replace(batch, lengths_N=trained_lengths(batch), **selected)
+    return shorter, *(value_T.index_select(0, tokens) for value_T in values_T)
 
 
 def micro_batches(

@@ -13,15 +13,39 @@ from flatpeak.utils.schema import StrictConfig
 
 Normalization = Literal["sequence_mean", "constant", "token_mean", "longest", "sequence_sum"]
 MinibatchOf = Literal["groups", "completions"]
-PolicyLossName = Literal["clipped_surrogate", "unclipped_surrogate", "policy_gradient", "truncated_policy_gradient"]
+PolicyLossName = Literal[
+    "clipped_surrogate",
+    "unclipped_surrogate",
+    "policy_gradient",
+    "truncated_policy_gradient",
+    "sapo",
+    "vespo",
+    "topr",
+    "gmpo",
+    "dppo_tv",
+    "dppo_kl",
+]
 
 LOSS_SETTINGS: dict[str, tuple[str, ...]] = {
     "clipped_surrogate": ("ratio", "clip_low", "clip_high", "dual_clip"),
     "unclipped_surrogate": ("ratio",),
     "policy_gradient": (),
-    "truncated_policy_gradient": ("ratio", "cap"),
+    "truncated_policy_gradient": ("ratio", "cap", "floor"),
+    "sapo": ("ratio",),
+    "vespo": (),
+    "topr": (),
+    "gmpo": ("clip_low", "clip_high"),
+    "dppo_tv": (),
+    "dppo_kl": (),
 }
 """The keys of `objective` that each loss reads; under the others they have no effect, and are refused where written."""
+LOSS_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "sapo": ("temperature_positive", "temperature_negative"),
+    "vespo": ("shape_positive", "rate_positive", "shape_negative", "rate_negative"),
+    "dppo_tv": ("threshold_low", "threshold_high"),
+    "dppo_kl": ("threshold_low", "threshold_high"),
+}
+"""The keys of `objective.arguments` under a loss of flatpeak's that has coefficients of its own, all above 0."""
 
 
 def is_reference(name: str) -> bool:
@@ -95,9 +119,12 @@ class ObjectiveConfig(StrictConfig):
     loss: Annotated[str, AfterValidator(_known_loss)] = "clipped_surrogate"
     """clipped_surrogate (PPO, GRPO); unclipped_surrogate, the same without a clip; policy_gradient, -A log p without a
     ratio (REINFORCE); truncated_policy_gradient (CISPO); or a function of yours, file.py:name or module:name, called
-    with log-probabilities, ratios and advantages of T tokens and this section."""
+    with log-probabilities, ratios and advantages of T tokens and this section. sapo, vespo, topr, gmpo, dppo_tv and
+    dppo_kl are the losses of the papers of these names, see docs/algorithms.md."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Extra keyword arguments of a `loss` of yours."""
+    """Extra keyword arguments of a `loss` of yours, or of the losses that have coefficients of their own: sapo
+    temperature_positive (1) and temperature_negative (1.05); vespo shape_positive (2), rate_positive (3),
+    shape_negative (3) and rate_negative (2); dppo_tv and dppo_kl threshold_low and threshold_high (0.15 and 0.05)."""
     ratio: Literal["token", "sequence"] = "token"
     """token: an importance ratio for each token. sequence: one per completion, the exponential of its mean log-ratio
     (GSPO)."""
@@ -106,14 +133,17 @@ class ObjectiveConfig(StrictConfig):
     GRPO; constant 1 / (N * max_new_tokens), Dr. GRPO; token_mean 1 / sum(len), DAPO; longest 1 / (N * max(len));
     sequence_sum 1 / N, LUSPO."""
     clip_low: Annotated[float, Field(ge=0)] = 0.2
-    """With clipped_surrogate: the ratio is clipped at 1 - clip_low from below."""
+    """With clipped_surrogate: the ratio is clipped at 1 - clip_low from below. With gmpo: the lowest log-ratio is
+    -clip_low."""
     clip_high: Annotated[float, Field(ge=0)] = 0.2
-    """With clipped_surrogate: the ratio is clipped at 1 + clip_high from above."""
+    """With clipped_surrogate: the ratio is clipped at 1 + clip_high from above. With gmpo: the highest log-ratio."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """With clipped_surrogate: bound of the loss under a negative advantage A, at most -dual_clip * A (Ye et al. 2020; 3
     is usual). null: none."""
     cap: Annotated[float, Field(gt=0)] = 5.0
     """With truncated_policy_gradient (CISPO): the upper bound of the ratio itself, not a distance from 1."""
+    floor: Annotated[float, Field(ge=0)] = 0.0
+    """With truncated_policy_gradient: the lower bound of the ratio itself; below 1. 0: none."""
     entropy_coefficient: float = 0.0
     """Adds -coefficient * entropy per token to the loss."""
     truncated: Literal["keep", "mask", "zero_reward", "soft_penalty"] = "keep"
@@ -125,6 +155,22 @@ class ObjectiveConfig(StrictConfig):
     """With soft_penalty: the number of tokens before max_new_tokens over which the penalty rises from 0 to 1."""
     sampler_correction: SamplerCorrectionConfig = SamplerCorrectionConfig()
     """Weights of the policy loss where another policy samples than is trained: another engine, dtype or version."""
+
+    @model_validator(mode="after")
+    def _coefficients_of_the_loss(self) -> ObjectiveConfig:
+        if self.floor >= min(1.0, self.cap):
+            raise ValueError(
+                f"objective.floor={self.floor:g}: give less than 1, the ratio of equal policies, and less than the cap"
+            )
+        known = LOSS_ARGUMENTS.get(self.loss, ())
+        for name, value in self.arguments.items() if self.loss in LOSS_SETTINGS else ():
+            if name not in known:
+                raise ValueError(
+                    f"objective.arguments.{name}: objective.loss={self.loss} takes {', '.join(known) or 'no arguments'}"
+                )
+            if not isinstance(value, int | float) or not 0 < value < float("inf"):
+                raise ValueError(f"objective.arguments.{name}={value}: give a number above 0")
+        return self
 
 
 class KLConfig(StrictConfig):

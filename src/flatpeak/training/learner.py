@@ -18,7 +18,7 @@ from flatpeak.gradreg.shards import full_tensor
 from flatpeak.policy.model import Policy
 from flatpeak.policy.model_settings import marked_layers
 from flatpeak.protocols import SavesModel
-from flatpeak.training.batch import UNDIVIDED, DataParallel, count_micro_batches, micro_batches
+from flatpeak.training.batch import UNDIVIDED, DataParallel, count_micro_batches, micro_batches, on_trained_tokens
 from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.objective import Objective, TokenStatistics, with_old_logprobs
 from flatpeak.training.optimizer import BaseLearner, UpdateStatistics
@@ -162,7 +162,7 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
         )
 
     def forward(self, batch: Batch) -> Iterator[tuple[Batch, Tensor, Tensor]]:
-        """Each micro-batch with the policy's log-probabilities and entropies, the same way in every pass of an update.
+        """Each micro-batch's trained tokens with the policy's log-probabilities and entropies, alike in every pass.
 
         Gradients are averaged over the ranks after the last one's backward pass. The plain model, which exact curvature
         goes through, pads.
@@ -171,7 +171,7 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
         padded = pads(self.policy, exact)
         for micro_batch in micro_batches(batch, self.micro_batch_tokens, padded=padded, parallel=self.parallel):
             self.before_pass()
-            yield (
+            yield on_trained_tokens(
                 micro_batch,
                 *self.policy.token_logprobs(micro_batch, temperature=self.temperature, twice_differentiable=exact),
             )

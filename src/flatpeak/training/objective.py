@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flatpeak import functional as F
-from flatpeak.functional.losses import POLICY_LOSSES, PolicyLoss
+from flatpeak.functional.policy_losses import POLICY_LOSSES, PolicyLoss
 from flatpeak.training.config import KLConfig, ObjectiveConfig
 from flatpeak.types import Batch
 
@@ -110,12 +110,12 @@ class Objective:
         function = self.loss.value
         if curvature and self.loss.with_curvature is not None:
             function = self.loss.with_curvature
-        loss_T = function(logprobs_T, self.ratio(logprobs_T, batch), _advantages_T(batch), self.config)
+        loss_T = function(logprobs_T, self.ratio(logprobs_T, batch), batch.advantages_T, self.config)
         return self.corrected(loss_T, batch)
 
     def clipped(self, logprobs_T: Tensor, batch: Batch) -> Tensor:
         """The tokens whose policy gradient the clip takes away (or, for CISPO, caps)."""
-        return self.loss.clipped(logprobs_T, self.ratio(logprobs_T, batch), _advantages_T(batch), self.config)
+        return self.loss.clipped(logprobs_T, self.ratio(logprobs_T, batch), batch.advantages_T, self.config)
 
     def corrected(self, loss_T: Tensor, batch: Batch) -> Tensor:
         """w_T * loss_T with the importance weights of what the sampler drew; loss_T itself without a correction.
@@ -140,7 +140,7 @@ class Objective:
         terms = []
         if self.kl_in_loss:
             kl_T = self._kl(logprobs_T, batch)
-            weighted_T = self.ratio(logprobs_T, batch) * kl_T if self.kl.ratio_weighted else kl_T
+            weighted_T = self.importance_ratio(logprobs_T, batch) * kl_T if self.kl.ratio_weighted else kl_T
             terms.append(self.kl.coefficient * weighted_T)
         if self.config.entropy_coefficient:
             terms.append(-self.config.entropy_coefficient * entropy_T)
@@ -179,6 +179,13 @@ class Objective:
 
     def ratio(self, logprobs_T: Tensor, batch: Batch) -> Tensor:
         """The importance ratio that the loss uses, of every token."""
+        if self.loss.ratio is None:
+            return self.importance_ratio(logprobs_T, batch)
+        completions = (batch.advantages_T, batch.sequence_T, len(batch.lengths_N))
+        return self.loss.ratio(logprobs_T, _old(batch), *completions, self.config)
+
+    def importance_ratio(self, logprobs_T: Tensor, batch: Batch) -> Tensor:
+        """The importance ratio of `objective.ratio`, of every token."""
         if self.config.ratio == "token":
             return F.importance_ratio(logprobs_T, _old(batch))
         return F.sequence_importance_ratio(logprobs_T, _old(batch), batch.sequence_T, len(batch.lengths_N))
@@ -192,10 +199,6 @@ class Objective:
 def with_old_logprobs(batch: Batch, logprobs_T: Tensor) -> Batch:
     """The batch with these as old log-probabilities, detached, where it has none."""
     return batch if batch.old_logprobs_T is not None else replace(batch, old_logprobs_T=logprobs_T.detach())
-
-
-def _advantages_T(batch: Batch) -> Tensor:
-    return batch.advantages_N.index_select(0, batch.sequence_T)
 
 
 def _old(batch: Batch) -> Tensor:

@@ -127,7 +127,7 @@ class RegularizedLearner(Learner):
             again=lambda: self.second_pass(chosen, recorded),
             rest=None if rest is None else lambda: self.first_pass(rest, statistics, []),
             scale=scale,
-            informative=bool(chosen.advantages_N.any()),
+            informative=bool(chosen.advantages_T.any()),
         )
         if self.penalized is not self.objective:
             for batch in (chosen, *others):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flatpeak.errors import UserError
 from flatpeak.functional.advantages import group_advantages
+from flatpeak.training.batch import on_trained_tokens
 from flatpeak.training.config import AdvantageConfig, ObjectiveConfig
 from flatpeak.training.objective import KL_ESTIMATORS
 from flatpeak.types import Group, PackedCompletions, Scores
@@ -84,6 +85,7 @@ def kl_penalty_N(completions: PackedCompletions, logprobs_T: Tensor, *, estimato
     logprobs_T are the policy's, scored as the reference's were: in other cuts they would differ by rounding, which a
     division by the group's standard deviation makes large where rewards are equal.
     """
+    completions, logprobs_T = on_trained_tokens(completions, logprobs_T)
     assert completions.reference_logprobs_T is not None
     kl_T = KL_ESTIMATORS[estimator](logprobs_T, completions.reference_logprobs_T).float()
     zeros_N = torch.zeros(len(completions.lengths_N), device=kl_T.device)

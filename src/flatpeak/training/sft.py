@@ -167,7 +167,7 @@ def demonstration_batch(
         lengths_N=lengths_N,
         tokens_T=tokens_T,
         sequence_T=torch.arange(len(drawn), device=device).repeat_interleave(lengths_N),
-        advantages_N=torch.ones(len(drawn), device=device),
+        advantages_T=torch.ones(len(tokens_T), device=device),
         weights_N=completion_weights(lengths_N, config.normalization, max_tokens=longest),
         old_logprobs_T=None,
     )

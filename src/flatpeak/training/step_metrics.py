@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from flatpeak.functional import kl_k3
+from flatpeak.training.batch import on_trained_tokens
 from flatpeak.training.collect import Rollouts, known_scores
 from flatpeak.training.learner import PolicyStatistics
 from flatpeak.training.reward_tensors import RewardTensors, informative
@@ -131,6 +132,7 @@ def kl_metrics(completions: PackedCompletions) -> dict[str, float]:
     kl_reference is the mean over tokens of k3, kl_sequence the mean over completions of sum_t log p - log p_ref, both
     unbiased (Schulman 2020, http://joschu.net/blog/kl-approx.html). Whatever the loss leaves out takes part.
     """
+    (completions,) = on_trained_tokens(completions)
     sampled_T, reference_T = completions.sampler_logprobs_T, completions.reference_logprobs_T
     if sampled_T is None or reference_T is None or not len(sampled_T):
         return {}

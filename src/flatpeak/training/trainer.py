@@ -18,7 +18,7 @@ from flatpeak.policy.reference import ReferenceResets
 from flatpeak.protocols import Sampler
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.rollout.randomness import derive_seed
-from flatpeak.training.batch import collate, minibatches, take
+from flatpeak.training.batch import collate, minibatches, per_token, take
 from flatpeak.training.collect import Rollouts, collect, rollout_seed
 from flatpeak.training.config import TrainingConfig
 from flatpeak.training.curriculum import Phase, Progression, take_prompts
@@ -192,7 +192,7 @@ class Trainer(StageTrainer):
             minibatches(
                 completions,
                 self.config.training.minibatches,
-                advantages_N=advantages_PG[rewards.trained_PG].to(completions.lengths_N.device),
+                advantages_T=per_token(advantages_PG[rewards.trained_PG], completions),
                 old_logprobs_T=None if by_minibatch else completions.sampler_logprobs_T,
                 of=self.config.training.minibatch_of,
                 normalization=self.learner.objective.config.normalization,

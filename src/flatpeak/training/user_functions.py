@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from flatpeak.errors import UserError
-from flatpeak.functional.losses import LOG_RATIO_LIMIT, POLICY_LOSSES, PolicyLoss, TokenFunction, importance_ratio
+from flatpeak.functional.losses import LOG_RATIO_LIMIT, importance_ratio
+from flatpeak.functional.policy_losses import POLICY_LOSSES, PolicyLoss, TokenFunction
 from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig
 from flatpeak.training.objective import Objective
 from flatpeak.training.reward_tensors import Advantages
