@@ -213,7 +213,7 @@ def chosen_groups(case: Case) -> list[list[tuple[int, ...]]]:
     rewards = trainer.reward_tensors(rollouts.groups, rollouts.scores)
     completions = trainer.pack(rollouts.groups, rewards)
     torch.manual_seed(ranks.rank)
-    minibatches = trainer.minibatches(1, completions, rewards, trainer.advantages(rewards, completions))
+    minibatches = trainer.minibatches(1, completions, rewards, trainer.advantages(rewards, completions)[1])
     return [list(batch.prompts) for minibatch in minibatches for batch in trainer.learner.divide(*minibatch)]
 
 

@@ -17,8 +17,8 @@ from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig,
 from flatpeak.training.curriculum import Phase, Stream
 from flatpeak.training.learner import Learner
 from flatpeak.training.objective import Objective
-from flatpeak.training.reward_tensors import Advantages
 from flatpeak.training.trainer import Trainer, TrainerConfig
+from flatpeak.training.user_functions import make_advantages
 from flatpeak.types import Batch, Completion, Example, Group, Prompt, SamplingParams, Score, Scores
 from support.models import EOS, letter_tokenizer, tiny_model
 
@@ -149,7 +149,7 @@ def make_trainer(
     )
     return Trainer(
         learner,
-        advantages=Advantages(config=advantage or AdvantageConfig()),
+        advantages=make_advantages(advantage or AdvantageConfig(), group_size=len(groups[0].completions)),
         sampler=FixedSampler(groups),
         phases=(phase,),
         reference=reference,

@@ -173,6 +173,8 @@ def test_a_kl_to_the_reference_is_that_of_the_trained_tokens() -> None:
     completions = collate(interrupted(), torch.ones(1, 2, dtype=torch.bool), device=torch.device("cpu"))
     logprobs_T = torch.tensor([-1.0, -9, -9, -2, -3, -4, -5])
     completions = replace(completions, sampler_logprobs_T=logprobs_T, reference_logprobs_T=logprobs_T - 0.5)
-    penalty_N: Tensor = kl_penalty_N(completions, logprobs_T, estimator="k1", coefficient=2.0)
+    penalty_N: Tensor = kl_penalty_N(
+        completions, logprobs_T, KLConfig(estimator="k1", coefficient=2.0, placement="reward")
+    )
     assert penalty_N.tolist() == pytest.approx([3.0, 2.0])
     assert kl_metrics(completions)["rollout/kl_sequence"] == pytest.approx(2.5 / 2)

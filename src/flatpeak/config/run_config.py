@@ -18,6 +18,7 @@ from flatpeak.tasks.config import TaskConfig
 from flatpeak.tasks.prompts import PromptConfig
 from flatpeak.tracking.config import TrackingConfig
 from flatpeak.training.config import (
+    ADVANTAGE_ARGUMENTS,
     AdvantageConfig,
     CurriculumConfig,
     KLConfig,
@@ -91,6 +92,16 @@ class RunConfig(StrictConfig):
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         advantage = self.advantage
+        if self.evaluation.sharpness is not None and advantage.function == "remax":
+            raise ValueError(
+                "evaluation.sharpness with advantage.function=remax: evaluations draw no greedy completions to compare "
+                "with; set evaluation.sharpness=null or another advantage"
+            )
+        if self.rollout.group_size < 2 and advantage.function in ADVANTAGE_ARGUMENTS.keys() - {"remax"}:
+            raise ValueError(
+                f"rollout.group_size={self.rollout.group_size} with advantage.function={advantage.function}, which "
+                "compares the completions of a group: raise rollout.group_size"
+            )
         if self.rollout.group_size < 2 and advantage.baseline != "none" and advantage.function is None:
             raise ValueError(
                 f"rollout.group_size={self.rollout.group_size} with advantage.baseline={advantage.baseline}: "

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatpeak.training.config import LOSS_ARGUMENTS, LOSS_SETTINGS, is_reference
+from flatpeak.training.config import ADVANTAGE_ARGUMENTS, LOSS_ARGUMENTS, LOSS_SETTINGS, is_reference
 from flatpeak.utils.schema import StrictConfig
 from flatpeak.utils.user_code import FROM_PYTHON
 
@@ -127,7 +127,7 @@ RULES = (
         applies=lambda loss: "ratio" not in LOSS_SETTINGS.get(str(loss), ("ratio",)),
         settings=("objective.ratio",),
         instead="a loss with an importance ratio",
-        unless=lambda get: get("kl.ratio_weighted") is True and get("kl.placement") != "reward",
+        unless=lambda get: get("kl.ratio_weighted") is True and get("kl.placement") in (None, "loss"),
     ),
     Rule(
         choice="objective.loss",
@@ -143,9 +143,15 @@ RULES = (
     ),
     Rule(
         choice="kl.placement",
-        applies=lambda placement: placement == "reward",
+        applies=lambda placement: placement in ("reward", "reward_to_go"),
         settings=("kl.ratio_weighted",),
         instead="kl.placement=loss",
+    ),
+    Rule(
+        choice="kl.placement",
+        applies=lambda placement: placement != "reward_to_go",
+        settings=("kl.discount",),
+        instead="kl.placement=reward_to_go",
     ),
     Rule(
         choice="advantage.baseline",
@@ -161,7 +167,7 @@ RULES = (
     ),
     Rule(
         choice="advantage.function",
-        applies=lambda function: function is None,
+        applies=lambda function: not ADVANTAGE_ARGUMENTS.get(str(function), is_reference(str(function))),
         settings=("advantage.arguments",),
         instead="advantage.function=file.py:function",
     ),

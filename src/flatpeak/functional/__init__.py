@@ -1,6 +1,7 @@
 """The mathematics of the library: pure functions of tensors and numbers."""
 
-from flatpeak.functional import loss_variants, losses, sampler_correction
+from flatpeak.functional import advantage_functions, loss_variants, losses, sampler_correction
+from flatpeak.functional.advantage_functions import *  # noqa: F403
 from flatpeak.functional.advantages import group_advantages
 from flatpeak.functional.bradley_terry import (
     bradley_terry_loss,
@@ -26,6 +27,7 @@ from flatpeak.functional.sampler_correction import *  # noqa: F403
 from flatpeak.functional.weights import completion_weights
 
 __all__ = [
+    *advantage_functions.__all__,
     *losses.__all__,
     *loss_variants.__all__,
     *sampler_correction.__all__,

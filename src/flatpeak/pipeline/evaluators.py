@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -25,10 +25,10 @@ from flatpeak.training.batch import (
     has_advantage,
     micro_batches,
     on_trained_tokens,
-    per_token,
     take,
     trained_lengths,
 )
+from flatpeak.training.collect import advantage_inputs
 from flatpeak.training.learner import token_budget, weighted_sum
 from flatpeak.training.objective import Objective, with_old_logprobs
 from flatpeak.training.reward_tensors import Advantages, reward_tensors
@@ -105,6 +105,7 @@ def _sharpness_probe(
             temperature=config.evaluation.temperature,
             max_new_tokens=config.rollout.max_new_tokens,
             micro_batch_tokens=config.training.micro_batch_tokens,
+            reward_weights=reward.weights,
         ),
     )
 
@@ -126,6 +127,8 @@ class SampledLoss:
     max_new_tokens: int
     """`rollout.max_new_tokens`, which normalizations and overlong punishments refer to."""
     micro_batch_tokens: int | None = None
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    """The weights of the reward's components, for advantages that ask for them."""
 
     def __call__(self, groups: Sequence[Group], scores: Scores) -> Callable[[], Iterator[Tensor]] | None:
         """A function that computes the loss of each micro-batch anew; None where no completion has an advantage."""
@@ -142,9 +145,10 @@ class SampledLoss:
             max_new_tokens=self.max_new_tokens,
             group_baseline=self.advantages.compare_groups(len(groups[0].completions)),
         )
-        advantages_PG = self.advantages(rewards.rewards_PG, rewards.valid_PG)
+        inputs = advantage_inputs(self.advantages.asks, groups, scores, weights=self.reward_weights)
+        advantages_PG = self.advantages(rewards.rewards_PG, rewards.valid_PG, **inputs)
         completions = collate(groups, rewards.trained_PG, device=self.policy.device)
-        advantages_T = per_token(advantages_PG[rewards.trained_PG], completions)
+        advantages_T = self.advantages.per_token(advantages_PG[rewards.trained_PG], completions, None)
         weights_N = completion_weights(
             trained_lengths(completions), config.normalization, max_tokens=self.max_new_tokens
         )

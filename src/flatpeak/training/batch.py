@@ -112,6 +112,13 @@ def per_token(values_N: Tensor, completions: PackedCompletions) -> Tensor:
     return values_N.to(completions.sequence_T.device).index_select(0, completions.sequence_T)
 
 
+def of_first_tokens(values_T: Tensor, completions: PackedCompletions) -> Tensor:
+    """The value [N] of each completion's first token; 0 for a completion without tokens."""
+    lengths_N = completions.lengths_N
+    first_N = (lengths_N.cumsum(0) - lengths_N).clamp(max=max(0, len(values_T) - 1))
+    return values_T[first_N].masked_fill(lengths_N == 0, 0.0) if len(values_T) else values_T.new_zeros(len(lengths_N))
+
+
 def trained_lengths(batch: PackedCompletions) -> Tensor:
     """int64 [N]: the trained tokens of each completion."""
     if batch.trained_T is None:

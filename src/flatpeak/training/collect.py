@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
 
 from flatpeak.protocols import Sampler
 from flatpeak.rewards.base import GradingBudget, join_logged
@@ -13,7 +16,7 @@ from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.training.curriculum import Phase, take_prompts
-from flatpeak.types import Group, Prompt, Score, Scores
+from flatpeak.types import Group, Prompt, SamplingParams, Score, Scores
 
 _Drawn = tuple[Group, int, Scores]
 """A group, its index in its round of rollouts, and the scores of that round."""
@@ -43,6 +46,14 @@ class Rollouts:
     measured: Mapping[str, float] = field(default_factory=dict)
     """Metrics that reward and sampler report of themselves: what functions log, a judge's calls and cost, a server's
     weight updates."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """The weights of the reward's components."""
+    greedy: Sequence[Score] = ()
+    """The reward of a greedy completion of each group's prompt, where the advantages ask for it."""
+
+    def advantage_inputs(self, names: Collection[str]) -> dict[str, Any]:
+        """What an advantage function asks for beside the rewards; see `ADVANTAGE_INPUTS`."""
+        return advantage_inputs(names, self.groups, self.scores, weights=self.weights, greedy=self.greedy)
 
 
 def collect(
@@ -54,8 +65,9 @@ def collect(
     seed: int,
     has_signal: Callable[[Sequence[Group], Scores], Sequence[bool]],
     max_resamples: int,
+    greedy: bool = False,
 ) -> Rollouts:
-    """Sample and score `prompts_per_step` groups.
+    """Sample and score `prompts_per_step` groups, and with `greedy` one more completion of each prompt without chance.
 
     With a resample budget (dynamic sampling, DAPO), groups without signal are replaced by fresh prompts, at most
     `max_resamples` more rounds; what the budget cannot replace stays and counts in the loss's denominators.
@@ -70,7 +82,13 @@ def collect(
         cursor, drawn = cursor + wanted, drawn + wanted
         started = time.perf_counter()
         groups, scores, sampled_at = roll_out(
-            sampler, phase.reward, prompts, config, seed=rollout_seed(seed, round_), budget=budget
+            sampler,
+            phase.reward,
+            prompts,
+            group_size=config.group_size,
+            sampling=config.sampling(),
+            seed=rollout_seed(seed, round_),
+            budget=budget,
         )
         scored.append(scores)
         rollout_seconds += sampled_at - started
@@ -83,6 +101,11 @@ def collect(
             break
     chosen = kept + without_signal[: config.prompts_per_step - len(kept)]
     scores = _scores(chosen)
+    greedy_scores: list[Score] = []
+    if greedy:
+        prompts, sampling = [group.prompt for group, _, _ in chosen], replace(config.sampling(), temperature=0.0)
+        _, best, _ = roll_out(sampler, phase.reward, prompts, group_size=1, sampling=sampling, seed=seed, budget=budget)
+        greedy_scores = [score for (score,) in best.total]
     return Rollouts(
         groups=[group for group, _, _ in chosen],
         scores=scores,
@@ -93,8 +116,38 @@ def collect(
         reward_seconds=reward_seconds,
         measured={**_logged(scored), **phase.reward.measured(scores), **sampler.measured()},
         timed_out=_timed_out(scored),
+        weights=phase.reward.weights,
+        greedy=greedy_scores,
         failed={name: more for name, count in failures(phase.reward).items() if (more := count - before.get(name, 0))},
     )
+
+
+def advantage_inputs(
+    names: Collection[str],
+    groups: Sequence[Group],
+    scores: Scores,
+    *,
+    weights: Mapping[str, float],
+    greedy: Sequence[Score] = (),
+) -> dict[str, Any]:
+    """What an advantage function asks for beside the rewards; see `ADVANTAGE_INPUTS`."""
+    inputs: dict[str, Any] = {}
+    completions = [group.completions for group in groups]
+    if "lengths_PG" in names:
+        lengths = [[len(c.token_ids) if c.trained is None else sum(c.trained) for c in row] for row in completions]
+        inputs["lengths_PG"] = torch.tensor(lengths)
+    if "parts" in names:
+        known = {name: [[score or 0.0 for score in row] for row in rows] for name, rows in scores.parts.items()}
+        inputs["parts"] = {name: torch.tensor(rows, dtype=torch.float32) for name, rows in known.items()}
+    if "part_weights" in names:
+        inputs["part_weights"] = dict(weights)
+    if "old_logprobs_PGL" in names:
+        longest = max(len(c.token_ids) for row in completions for c in row)
+        padded = [[[*c.logprobs, *[0.0] * (longest - len(c.logprobs))] for c in row] for row in completions]
+        inputs["old_logprobs_PGL"] = torch.tensor(padded, dtype=torch.float32)
+    if "greedy_P" in names:
+        inputs["greedy_P"] = torch.tensor([float("nan") if score is None else score for score in greedy])
+    return inputs
 
 
 def rollout_seed(seed: int, round_: int = 0) -> int:
@@ -132,8 +185,9 @@ def roll_out(
     sampler: Sampler,
     reward: RewardSet,
     prompts: Sequence[Prompt],
-    config: RolloutConfig,
     *,
+    group_size: int,
+    sampling: SamplingParams,
     seed: int,
     budget: GradingBudget | None,
 ) -> tuple[list[Group], Scores, float]:
@@ -143,7 +197,7 @@ def roll_out(
     """
     grading = reward.grading()
     sampled: dict[int, Group] = {}
-    stream = sampler.stream(prompts, group_size=config.group_size, sampling=config.sampling(), seed=seed)
+    stream = sampler.stream(prompts, group_size=group_size, sampling=sampling, seed=seed)
     for index, group in stream:
         sampled[index] = group
         if grading is not None:

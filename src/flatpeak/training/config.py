@@ -46,6 +46,14 @@ LOSS_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "dppo_kl": ("threshold_low", "threshold_high"),
 }
 """The keys of `objective.arguments` under a loss of flatpeak's that has coefficients of its own, all above 0."""
+ADVANTAGE_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "opo": (),
+    "remax": (),
+    "max_rl": (),
+    "pass_at_k": ("k",),
+    "gdpo": ("eps",),
+}
+"""The keys of `advantage.arguments` under each advantage function of flatpeak's."""
 
 
 def is_reference(name: str) -> bool:
@@ -61,10 +69,14 @@ def _known_loss(name: str) -> str:
     raise ValueError(f"objective.loss={name}: {hint}allowed values are {', '.join(known)}, or a function: file.py:name")
 
 
-def _function(reference: str) -> str:
-    if not is_reference(reference):
-        raise ValueError(f"advantage.function={reference}: write file.py:name or module:name")
-    return reference
+def _known_advantage(name: str) -> str:
+    if name in ADVANTAGE_ARGUMENTS or is_reference(name):
+        return name
+    hint = "".join(f"did you mean {close}? " for close in nearest(name, tuple(ADVANTAGE_ARGUMENTS)))
+    raise ValueError(
+        f"advantage.function={name}: {hint}allowed values are {', '.join(ADVANTAGE_ARGUMENTS)}, or a function of "
+        "yours: file.py:name or module:name"
+    )
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -81,16 +93,29 @@ class AdvantageConfig(StrictConfig):
     before the baseline is subtracted. none: 1 (Dr. GRPO)."""
     eps: Annotated[float, Field(ge=0)] = 1e-6
     """Added to the standard deviation, against division by almost 0; of no effect with scale=none."""
-    function: Annotated[str, AfterValidator(_function)] | None = None
-    """A function of yours, file.py:name or module:name, in place of baseline, scale and eps: called with the rewards
-    [P, G] and whether each is there (bool [P, G]), it returns the advantages [P, G]. null: baseline, scale and eps."""
+    function: Annotated[str, AfterValidator(_known_advantage)] | None = None
+    """A function in place of baseline, scale and eps: opo, remax, max_rl, pass_at_k (with k) or gdpo, of the papers of
+    these names, or one of yours, file.py:name or module:name. It is called with the rewards [P, G] and whether each is
+    there (bool [P, G]), and by name with what else it asks for, and returns the advantages [P, G]. null: none."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Extra keyword arguments of `function`."""
+    whiten: Literal["none", "tokens", "completions"] = "none"
+    """Subtract the step's mean from the advantages and divide by their standard deviation. tokens: over all trained
+    tokens, REINFORCE++. completions: over all completions, GDPO. none: neither."""
+    limit: Annotated[float, Field(gt=0)] | None = None
+    """The largest advantage either way, after all else. null: no limit."""
+    limit_spreads: Annotated[float, Field(gt=0)] | None = None
+    """The largest advantage either way, in standard deviations of its group's advantages. null: no limit."""
 
     @model_validator(mode="after")
     def _no_scale_without_baseline(self) -> AdvantageConfig:
         if self.baseline == "none" and self.scale != "none":
             raise ValueError("advantage.baseline=none needs advantage.scale=none: raw rewards are not standardized")
+        known = ADVANTAGE_ARGUMENTS.get(self.function or "", ())
+        for name in self.arguments if self.function in ADVANTAGE_ARGUMENTS else ():
+            if name not in known:
+                takes = ", ".join(known) or "no arguments"
+                raise ValueError(f"advantage.arguments.{name}: advantage.function={self.function} takes {takes}")
         return self
 
 
@@ -181,9 +206,12 @@ class KLConfig(StrictConfig):
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """The KL of each token, with d = log reference - log policy. k1: -d, unbiased, of either sign. k2: d^2 / 2, biased,
     but as a loss its expected gradient is that of the KL. k3: exp(d) - d - 1, unbiased and never negative."""
-    placement: Literal["loss", "reward"] = "loss"
+    placement: Literal["loss", "reward", "reward_to_go"] = "loss"
     """loss: `coefficient` times the KL of each token is added to its loss. reward: `coefficient` times a completion's
-    KL, summed over its tokens, is subtracted from its reward."""
+    KL, summed over its tokens, is subtracted from its reward. reward_to_go: `coefficient` times the KL of a token and
+    of those after it is subtracted from its advantage (REINFORCE++), before `advantage.whiten` and `limit`."""
+    discount: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """With placement=reward_to_go: the factor for each token that lies between."""
     ratio_weighted: bool = False
     """Multiply the per-token KL in the loss by the importance ratio (TRL's default), so that the expected gradient of
     k1 and k3 is that of the KL; that of k2 is so without it."""

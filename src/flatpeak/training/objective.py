@@ -71,8 +71,8 @@ class Objective:
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether a KL penalty is subtracted from the rewards."""
-        return self.kl.coefficient > 0 and self.kl.placement == "reward"
+        """Whether a KL penalty is subtracted from rewards or advantages."""
+        return self.kl.coefficient > 0 and self.kl.placement != "loss"
 
     @property
     def kl_in_loss(self) -> bool:

@@ -18,7 +18,7 @@ from flatpeak.policy.reference import ReferenceResets
 from flatpeak.protocols import Sampler
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.rollout.randomness import derive_seed
-from flatpeak.training.batch import collate, minibatches, per_token, take
+from flatpeak.training.batch import collate, minibatches, of_first_tokens, per_token, take
 from flatpeak.training.collect import Rollouts, collect, rollout_seed
 from flatpeak.training.config import TrainingConfig
 from flatpeak.training.curriculum import Phase, Progression, take_prompts
@@ -26,7 +26,14 @@ from flatpeak.training.diagnostics import SequenceWeightMonitor
 from flatpeak.training.learner import Learner, PolicyStatistics, score_minibatches, uses_trainer_logprobs
 from flatpeak.training.optimizer import learning_rate, split_prefix, with_prefix
 from flatpeak.training.recorder import SAMPLER_STATE, Recorder
-from flatpeak.training.reward_tensors import Advantages, RewardTensors, informative, kl_penalty_N, reward_tensors
+from flatpeak.training.reward_tensors import (
+    Advantages,
+    RewardTensors,
+    informative,
+    kl_penalty_N,
+    kl_to_go_T,
+    reward_tensors,
+)
 from flatpeak.training.stage import StageTrainer
 from flatpeak.training.step_metrics import Clock, kl_metrics, staleness_metrics, step_metrics
 from flatpeak.types import Batch, Group, PackedCompletions, Scores
@@ -103,10 +110,11 @@ class Trainer(StageTrainer):
         rollouts = self.collect(step)
         rewards = self.reward_tensors(rollouts.groups, rollouts.scores)
         completions = self.pack(rollouts.groups, rewards)
-        advantages_PG = self.advantages(rewards, completions)
+        inputs = rollouts.advantage_inputs(self.group_advantages.asks)
+        advantages_PG, advantages_T = self.advantages(rewards, completions, **inputs)
 
         rate = learning_rate(self.learner.config, step=step, total_steps=self.steps)
-        minibatches = self.minibatches(step, completions, rewards, advantages_PG)
+        minibatches = self.minibatches(step, completions, rewards, advantages_T)
         with self.learner.memory.phase("update"), self.next_rollouts(step + 1):
             updates = [self.learner.update(*batches, rate=rate) for batches in minibatches]
 
@@ -129,6 +137,7 @@ class Trainer(StageTrainer):
                 has_signal=self.has_signal,
                 # Without a baseline a group of equal rewards has a gradient like any other.
                 max_resamples=resamples if self.group_advantages.compare_groups(rollout.group_size) else 0,
+                greedy="greedy_P" in self.group_advantages.asks,
             )
         progression.cursors[progression.phase] = rollouts.cursor
         return rollouts
@@ -168,17 +177,25 @@ class Trainer(StageTrainer):
             return completions
         return replace(completions, reference_logprobs_T=self.learner.score(self.reference, completions))
 
-    def advantages(self, rewards: RewardTensors, completions: PackedCompletions) -> Tensor:
-        """Advantages [P, G] of the rewards, less the KL penalty where that is placed in the reward."""
-        rewards_PG, kl = rewards.rewards_PG, self.learner.objective.kl
+    def advantages(
+        self, rewards: RewardTensors, completions: PackedCompletions, **inputs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Advantages of completions [P, G] and of their tokens [T], less the KL penalty where that is placed there."""
+        rewards_PG, valid_PG, penalties_T = rewards.rewards_PG, rewards.valid_PG, None
+        kl, function = self.learner.objective.kl, self.group_advantages
         if self.learner.objective.kl_in_reward:
             logprobs_T = self.learner.score(self.learner.policy, completions)
-            penalty_N = kl_penalty_N(completions, logprobs_T, estimator=kl.estimator, coefficient=kl.coefficient).cpu()
-            rewards_PG = rewards_PG.masked_scatter(rewards.valid_PG, rewards_PG[rewards.valid_PG] - penalty_N)
-        return self.group_advantages(rewards_PG, rewards.valid_PG)
+            if kl.placement == "reward":
+                penalty_N = kl_penalty_N(completions, logprobs_T, kl).cpu()
+                rewards_PG = rewards_PG.masked_scatter(valid_PG, rewards_PG[valid_PG] - penalty_N)
+            else:
+                penalties_T = kl_to_go_T(completions, logprobs_T, kl)
+        advantages_PG = function(rewards_PG, valid_PG, **inputs)
+        advantages_T = function.per_token(advantages_PG[valid_PG], completions, penalties_T)
+        return advantages_PG.masked_scatter(valid_PG, of_first_tokens(advantages_T, completions).cpu()), advantages_T
 
     def minibatches(
-        self, step: int, completions: PackedCompletions, rewards: RewardTensors, advantages_PG: Tensor
+        self, step: int, completions: PackedCompletions, rewards: RewardTensors, advantages_T: Tensor
     ) -> Iterator[tuple[Batch, ...]]:
         """The minibatches of every epoch in their order, without the completions that are masked out of the loss.
 
@@ -186,13 +203,14 @@ class Trainer(StageTrainer):
         """
         trained_N = rewards.trained_PG[rewards.valid_PG]
         if not bool(trained_N.all()):
+            advantages_T = advantages_T[per_token(trained_N, completions)]
             completions = take(completions, torch.nonzero(trained_N)[:, 0])
         by_minibatch = uses_trainer_logprobs(self.learner)
         epochs = (
             minibatches(
                 completions,
                 self.config.training.minibatches,
-                advantages_T=per_token(advantages_PG[rewards.trained_PG], completions),
+                advantages_T=advantages_T,
                 old_logprobs_T=None if by_minibatch else completions.sampler_logprobs_T,
                 of=self.config.training.minibatch_of,
                 normalization=self.learner.objective.config.normalization,

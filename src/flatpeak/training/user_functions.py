@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from flatpeak.errors import UserError
+from flatpeak.functional.advantage_functions import ADVANTAGE_INPUTS, ADVANTAGES
 from flatpeak.functional.losses import LOG_RATIO_LIMIT, importance_ratio
 from flatpeak.functional.policy_losses import POLICY_LOSSES, PolicyLoss, TokenFunction
 from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig
 from flatpeak.training.objective import Objective
 from flatpeak.training.reward_tensors import Advantages
-from flatpeak.utils.user_code import check_call, describe_value, load_object, one_line
+from flatpeak.utils.user_code import asked_by_name, check_call, describe_value, load_object, one_line
 
 LOSS_PARAMETERS: Final = ("logprobs_T", "ratio_T", "advantages_T", "config")
 ADVANTAGE_PARAMETERS: Final = ("rewards_PG", "valid_PG")
@@ -48,19 +49,30 @@ def make_advantages(
 ) -> Advantages:
     """The advantages of a recipe; `own` is the function that a Python caller gave.
 
-    A function of the user's is tried on rewards of `num_prompts` groups of `group_size`. UserError for one that is not
+    A function is tried on rewards of `num_prompts` groups of `group_size`. UserError for one that is not
     there, or whose result is of another shape or dtype, not finite, or depends on chance or on missing rewards.
     """
     if config.function is None:
         return Advantages(config=config)
-    where = f"advantage.function={config.function}"
-    function = load_object(config.function, where=where) if own is None else own
+    where, known = f"advantage.function={config.function}", ADVANTAGES.get(config.function or "")
+    function: object = own
+    if own is None:
+        function = load_object(config.function, where=where) if known is None else known.value
     if not callable(function):
         raise UserError(f"{where} is {describe_value(function)}, not a function")
-    called = _with_arguments(function, ADVANTAGE_PARAMETERS, config.arguments, where=where, section="advantage")
+    asks = asked_by_name(function, ADVANTAGE_INPUTS) - config.arguments.keys()
+    check_call(
+        function,
+        given=ADVANTAGE_PARAMETERS,
+        arguments=config.arguments | dict.fromkeys(asks),
+        where=where,
+        key="advantage.arguments",
+    )
+    called = partial(function, **config.arguments)
     with torch.random.fork_rng(devices=[]):
-        _try_advantages(called, num_prompts, group_size, where)
-    return Advantages(config=config, own=partial(_checked_advantages, called, where))
+        _try_advantages(called, num_prompts, group_size, where, asks)
+    checked = partial(_checked_advantages, called, where)
+    return Advantages(config=config, own=checked, asks=asks, compares=known is None or known.compares)
 
 
 def _with_arguments(
@@ -71,10 +83,10 @@ def _with_arguments(
     return partial(function, **arguments) if arguments else function
 
 
-def _called(function: Callable[..., Tensor], *inputs: Any, where: str) -> Tensor:
+def _called(function: Callable[..., Tensor], *inputs: Any, where: str, **others: Any) -> Tensor:
     """The result of a trial call; an error inside the function as a UserError."""
     try:
-        return function(*inputs)
+        return function(*inputs, **others)
     except UserError:
         raise
     except Exception as error:
@@ -216,9 +228,11 @@ def _differentiated(
     return loss_T.detach(), gradient_T
 
 
-def _checked_advantages(function: Callable[..., Any], where: str, rewards_PG: Tensor, valid_PG: Tensor) -> Tensor:
-    """The user's advantages, 0 where a reward is missing. It is given copies, of which missing rewards are 0."""
-    result = function(rewards_PG.masked_fill(~valid_PG, 0.0), valid_PG.clone())
+def _checked_advantages(
+    function: Callable[..., Any], where: str, rewards_PG: Tensor, valid_PG: Tensor, **inputs: Any
+) -> Tensor:
+    """A function's advantages, 0 where a reward is missing. It is given copies, of which missing rewards are 0."""
+    result = function(rewards_PG.masked_fill(~valid_PG, 0.0), valid_PG.clone(), **inputs)
     what = "one advantage per completion, like rewards_PG"
     result = _checked_tensor(result, rewards_PG, rewards_PG.dtype, where=where, what=what)
     advantages_PG = result.detach().masked_fill(~valid_PG, 0.0)
@@ -238,7 +252,9 @@ def _rewards_as_text(rewards_G: Tensor, valid_G: Tensor) -> str:
     return f"[{', '.join(texts)}{', ...' if len(rewards_G) > 8 else ''}]"
 
 
-def _try_advantages(function: Callable[..., Any], num_prompts: int, group_size: int, where: str) -> None:
+def _try_advantages(
+    function: Callable[..., Any], num_prompts: int, group_size: int, where: str, asks: Collection[str]
+) -> None:
     """Try a function on rewards that differ, that are equal, and of which some, or all, are missing."""
     shape = (num_prompts, group_size)
     # 0 and 1 alone: a function for such rewards may refuse others.
@@ -247,6 +263,8 @@ def _try_advantages(function: Callable[..., Any], num_prompts: int, group_size: 
     some = everything.clone()
     some[0, 2:3] = False  # of two, a missing one would leave one, whose group is missing as a whole
     some[1:2] = False
+    inputs = {name: made for name, made in _trial_inputs(rewards_PG).items() if name in asks}
+    function = partial(function, **inputs)
 
     for rewards, valid in (
         (rewards_PG, everything),
@@ -260,6 +278,17 @@ def _try_advantages(function: Callable[..., Any], num_prompts: int, group_size: 
         if not torch.equal(call(rewards, valid), call(rewards, valid)):
             raise UserError(f"{where} returned other advantages for the same rewards: let it use no random numbers")
     _try_missing(function, rewards_PG, some, where)
+
+
+def _trial_inputs(rewards_PG: Tensor) -> dict[str, Any]:
+    """Values for all that a function may ask for: completions of three tokens, one reward component."""
+    return {
+        "lengths_PG": torch.full(rewards_PG.shape, 3),
+        "parts": {"correctness": rewards_PG},
+        "part_weights": {"correctness": 1.0},
+        "old_logprobs_PGL": torch.full((*rewards_PG.shape, 3), -0.5),
+        "greedy_P": torch.zeros(len(rewards_PG)),
+    }
 
 
 def _try_missing(function: Callable[..., Any], rewards_PG: Tensor, valid_PG: Tensor, where: str) -> None:
