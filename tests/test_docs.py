@@ -28,7 +28,7 @@ from flatpeak.rollout.engine import NativeEngine
 from flatpeak.runs.directory import RUN_FILES
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.tasks.dataset import task_of
-from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig
+from flatpeak.training.objective_config import AdvantageConfig, KLConfig, ObjectiveConfig
 from flatpeak.training.user_functions import make_advantages, make_objective
 from flatpeak.types import Completion, Example, Group, Prompt, Score
 from flatpeak.utils.peak_memory import ProcessPeak

@@ -32,9 +32,10 @@ from flatpeak.policy.loading import load_policy
 from flatpeak.policy.model import Policy
 from flatpeak.policy.model_settings import training_layers
 from flatpeak.runs.manifest import describe_start
-from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig
+from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.learner import Learner
 from flatpeak.training.objective import Objective
+from flatpeak.training.objective_config import KLConfig, ObjectiveConfig
 from flatpeak.types import Batch
 
 VARIANTS: dict[str, dict[str, Any]] = {

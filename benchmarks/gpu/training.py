@@ -20,9 +20,10 @@ from flatpeak.policy.model import Policy
 from flatpeak.policy.model_settings import training_layers
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.training.batch import collate, minibatches, per_token
-from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig
+from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.learner import Learner, score
 from flatpeak.training.objective import Objective
+from flatpeak.training.objective_config import KLConfig, ObjectiveConfig
 from flatpeak.training.regularized import build_learner
 from flatpeak.types import Batch, Completion, Example, Group, Prompt, SamplingParams
 

@@ -49,9 +49,10 @@ from flatpeak.gradreg.regularizer import GradientRegularizer
 from flatpeak.policy.config import TokenizerConfig
 from flatpeak.policy.loading import build_tokenizer
 from flatpeak.policy.model import Policy
-from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig
+from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.learner import Learner, weighted_sum
 from flatpeak.training.objective import Objective
+from flatpeak.training.objective_config import KLConfig, ObjectiveConfig
 from flatpeak.training.regularized import FirstPass, RegularizedLearner
 from flatpeak.types import Batch
 

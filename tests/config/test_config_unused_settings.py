@@ -11,7 +11,7 @@ import pytest
 from flatpeak.config.load import apply_overrides, load_recipe, merge, parse_config, shipped_recipes
 from flatpeak.config.unused_settings import explicit_settings
 from flatpeak.errors import UserError
-from flatpeak.training.config import ObjectiveConfig
+from flatpeak.training.objective_config import ObjectiveConfig
 from support.tables import read_tables
 
 TABLES = read_tables(__file__)

@@ -12,9 +12,10 @@ from flatpeak.policy.loading import make_model
 from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.training.batch import collate
-from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig
+from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.learner import Learner
 from flatpeak.training.objective import Objective
+from flatpeak.training.objective_config import KLConfig, ObjectiveConfig
 from flatpeak.types import Example, Group, PackedCompletions, Prompt, SamplingParams
 
 TEXT = "abcdefghijklmnopqrstuvwxyz 0123456789+-*=#"

@@ -23,7 +23,7 @@ from flatpeak.functional import (
 )
 from flatpeak.functional.policy_losses import POLICY_LOSSES
 from flatpeak.functional.sampler_correction import sequence_probability_ratio
-from flatpeak.training.config import ObjectiveConfig
+from flatpeak.training.objective_config import ObjectiveConfig
 
 Array = npt.NDArray[np.float64]
 OLD = np.log(np.array([0.5, 0.9, 0.05, 0.3, 0.99, 0.2, 0.6, 0.4]))

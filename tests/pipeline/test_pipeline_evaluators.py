@@ -13,8 +13,8 @@ from flatpeak.functional import top_eigenvalue
 from flatpeak.gradreg.directions import exact_curvature
 from flatpeak.pipeline.evaluators import SampledLoss
 from flatpeak.policy.model import Policy
-from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig
 from flatpeak.training.objective import Objective
+from flatpeak.training.objective_config import AdvantageConfig, KLConfig, ObjectiveConfig
 from flatpeak.training.reward_tensors import Advantages
 from flatpeak.types import Group, Score, Scores
 from support.models import EOS, letter_tokenizer, tiny_model

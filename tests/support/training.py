@@ -13,12 +13,12 @@ from flatpeak.policy.model import Policy
 from flatpeak.protocols import Sampler
 from flatpeak.rewards.reward_set import CallersReward
 from flatpeak.rollout.config import RolloutConfig
-from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
+from flatpeak.training.config import OptimizerConfig, TrainingConfig
 from flatpeak.training.curriculum import Phase, Stream
 from flatpeak.training.learner import Learner
-from flatpeak.training.objective import Objective
+from flatpeak.training.objective_config import AdvantageConfig, KLConfig, ObjectiveConfig
 from flatpeak.training.trainer import Trainer, TrainerConfig
-from flatpeak.training.user_functions import make_advantages
+from flatpeak.training.user_functions import make_advantages, make_objective
 from flatpeak.types import Batch, Completion, Example, Group, Prompt, SamplingParams, Score, Scores
 from support.models import EOS, letter_tokenizer, tiny_model
 
@@ -134,7 +134,7 @@ def make_trainer(
     training = training or TrainingConfig(steps=1)
     learner = Learner(
         policy,
-        Objective(config=objective or ObjectiveConfig(), kl=kl or KLConfig()),
+        make_objective(objective or ObjectiveConfig(), kl or KLConfig()),
         optimizer,
         temperature=temperature,
         micro_batch_tokens=training.micro_batch_tokens,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flatpeak.errors import UserError
 from flatpeak.functional import group_advantages
-from flatpeak.training.config import AdvantageConfig
+from flatpeak.training.objective_config import AdvantageConfig
 from flatpeak.training.reward_tensors import Advantages
 from flatpeak.training.user_functions import make_advantages
 

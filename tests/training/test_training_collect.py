@@ -14,8 +14,9 @@ from flatpeak.rewards.reward_set import CallersReward, RewardSet, as_reward
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.training import collect as training_collect
 from flatpeak.training.collect import Rollouts, collect
-from flatpeak.training.config import DynamicSamplingConfig, ObjectiveConfig, TrainingConfig
+from flatpeak.training.config import DynamicSamplingConfig, TrainingConfig
 from flatpeak.training.curriculum import Phase, Stream
+from flatpeak.training.objective_config import ObjectiveConfig
 from flatpeak.training.trainer import Trainer
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams, Score, Scores
 from support.models import EOS

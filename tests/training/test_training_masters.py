@@ -20,8 +20,9 @@ from flatpeak.policy.model import Policy
 from flatpeak.policy.reference import snapshot
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.training.batch import collate, micro_batches
-from flatpeak.training.config import ObjectiveConfig, OptimizerConfig
+from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.learner import Learner, weighted_sum
+from flatpeak.training.objective_config import ObjectiveConfig
 from flatpeak.types import Batch, SamplingParams
 from support.models import letter_tokenizer, tiny_model
 from support.regularized_training import blocks_of, gradient_of, make_learner, off_policy

@@ -16,8 +16,8 @@ from flatpeak.config.load import load_recipe, shipped_recipes
 from flatpeak.functional import loss_variants, losses
 from flatpeak.functional.policy_losses import POLICY_LOSSES
 from flatpeak.training.batch import micro_batches
-from flatpeak.training.config import LOSS_ARGUMENTS, LOSS_SETTINGS, KLConfig, ObjectiveConfig, PolicyLossName
 from flatpeak.training.objective import Objective, TokenStatistics
+from flatpeak.training.objective_config import LOSS_ARGUMENTS, LOSS_SETTINGS, KLConfig, ObjectiveConfig, PolicyLossName
 from flatpeak.types import Batch
 
 Array = np.ndarray[Any, np.dtype[np.float64]]

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
+from flatpeak.training.config import OptimizerConfig, TrainingConfig
 from flatpeak.training.learner import Learner
 from flatpeak.training.objective import Objective
+from flatpeak.training.objective_config import KLConfig, ObjectiveConfig
 from flatpeak.training.optimizer import (
     build_optimizer,
     learning_rate,

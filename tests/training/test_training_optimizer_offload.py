@@ -15,8 +15,9 @@ from torch import Tensor
 from flatpeak.policy.loading import cast_weights
 from flatpeak.policy.model import Policy
 from flatpeak.training import optimizer as optimizer_module
-from flatpeak.training.config import ObjectiveConfig, OptimizerConfig
+from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.learner import Learner, PolicyStatistics
+from flatpeak.training.objective_config import ObjectiveConfig
 from flatpeak.training.optimizer import step_in_buckets
 from flatpeak.types import Batch
 from support.host_memory import SimulatedHost, simulate_host

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from flatpeak.functional import frozen_policy_loss, policy_gradient, reweighted_policy_loss
 from flatpeak.gradreg.config import RatioMode
-from flatpeak.training.config import KLConfig, ObjectiveConfig
 from flatpeak.training.learner import weighted_sum
 from flatpeak.training.objective import Objective
+from flatpeak.training.objective_config import KLConfig, ObjectiveConfig
 from flatpeak.training.regularized import record_first_pass, second_pass_loss
 from flatpeak.types import Batch
 from support.bandit import Bandit, penalty_of

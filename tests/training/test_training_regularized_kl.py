@@ -10,7 +10,7 @@ from torch import autograd, exp
 
 from flatpeak.functional import hessian_vector_product
 from flatpeak.policy.model import Policy
-from flatpeak.training.config import KLConfig, ObjectiveConfig
+from flatpeak.training.objective_config import KLConfig, ObjectiveConfig
 from flatpeak.types import Batch
 from support.regularized_training import (
     WHOLE,

@@ -12,8 +12,8 @@ from flatpeak.functional import importance_ratio
 from flatpeak.gradreg.config import RatioMode
 from flatpeak.policy.model import Policy
 from flatpeak.training import regularized
-from flatpeak.training.config import KLConfig, ObjectiveConfig
 from flatpeak.training.objective import Objective
+from flatpeak.training.objective_config import KLConfig, ObjectiveConfig
 from flatpeak.training.regularized import FirstPass
 from flatpeak.types import Batch
 from support.regularized_training import (

@@ -12,7 +12,7 @@ import torch
 from flatpeak.errors import UserError
 from flatpeak.functional.advantages import group_advantages
 from flatpeak.training.batch import collate
-from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig
+from flatpeak.training.objective_config import AdvantageConfig, KLConfig, ObjectiveConfig
 from flatpeak.training.reward_tensors import RewardTensors, informative, kl_penalty_N, reward_tensors
 from flatpeak.types import Group, Score, Scores
 from support.models import EOS

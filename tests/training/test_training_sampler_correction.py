@@ -24,8 +24,9 @@ from flatpeak.functional import (
 )
 from flatpeak.policy.model import Policy
 from flatpeak.policy.reference import snapshot
-from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig, TrainingConfig
+from flatpeak.training.config import TrainingConfig
 from flatpeak.training.learner import ABSURD_GAP
+from flatpeak.training.objective_config import AdvantageConfig, KLConfig, ObjectiveConfig
 from flatpeak.types import Batch, Group
 from support.regularized_training import (
     double_qwen2,

@@ -14,7 +14,7 @@ from flatpeak.errors import UserError
 from flatpeak.functional import group_advantages
 from flatpeak.training.batch import collate
 from flatpeak.training.collect import advantage_inputs
-from flatpeak.training.config import AdvantageConfig, KLConfig
+from flatpeak.training.objective_config import AdvantageConfig, KLConfig
 from flatpeak.training.reward_tensors import kl_to_go_T
 from flatpeak.training.user_functions import make_advantages
 from flatpeak.types import Group, PackedCompletions, Scores

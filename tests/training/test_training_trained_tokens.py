@@ -12,8 +12,8 @@ from torch import Tensor
 from flatpeak.functional import completion_weights
 from flatpeak.policy.model import Policy
 from flatpeak.training.batch import collate, micro_batches, minibatches, take
-from flatpeak.training.config import KLConfig, ObjectiveConfig, SamplerCorrectionConfig
 from flatpeak.training.learner import PolicyStatistics
+from flatpeak.training.objective_config import KLConfig, ObjectiveConfig, SamplerCorrectionConfig
 from flatpeak.training.reward_tensors import kl_penalty_N
 from flatpeak.training.step_metrics import kl_metrics
 from flatpeak.types import Batch, Group

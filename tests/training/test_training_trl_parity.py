@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from flatpeak.policy.model import Policy
-from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig, TrainingConfig
+from flatpeak.training.config import TrainingConfig
+from flatpeak.training.objective_config import AdvantageConfig, KLConfig, ObjectiveConfig
 from flatpeak.types import Group
 from support.models import EOS, letter_tokenizer
 from support.training import SGD, completion, largest_difference, make_trainer, prompt, scored, tiny_policy, weights

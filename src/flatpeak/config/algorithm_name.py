@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from flatpeak.config.run_config import RunConfig
-from flatpeak.training.config import LOSS_SETTINGS, is_reference
+from flatpeak.training.objective_config import LOSS_SETTINGS, is_reference
 
 PRESETS: Final = {
     ("mean", "std", "token", "clipped_surrogate", "sequence_mean"): "GRPO",

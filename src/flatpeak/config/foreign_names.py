@@ -25,11 +25,24 @@ _NO_PENALTY: Final = f"{_NONE}: rollout.top_p and rollout.top_k narrow the sampl
 _ALGORITHMS: Final = {
     "cispo": "flatpeak:algorithms/cispo",
     "dapo": "flatpeak:algorithms/dapo",
+    "clip_cov": "flatpeak:algorithms/clip_cov",
+    "dppo_kl": "flatpeak:algorithms/dppo_kl",
+    "dppo_tv": "flatpeak:algorithms/dppo",
     "dr_grpo": "flatpeak:algorithms/dr_grpo",
+    "gdpo": "flatpeak:algorithms/gdpo",
+    "geo_mean": "flatpeak:algorithms/gmpo",
     "grpo": "flatpeak:algorithms/grpo",
     "gspo": "flatpeak:algorithms/gspo",
+    "kl_cov": "flatpeak:algorithms/kl_cov",
+    "luspo": "flatpeak:algorithms/luspo",
+    "opo": "flatpeak:algorithms/opo",
     "reinforce": "flatpeak:algorithms/reinforce",
+    "reinforce_plus_plus": "flatpeak:algorithms/reinforce_plus_plus",
+    "reinforce_plus_plus_baseline": "flatpeak:algorithms/reinforce_plus_plus_baseline",
+    "remax": "flatpeak:algorithms/remax",
     "rloo": "flatpeak:algorithms/rloo",
+    "sapo": "flatpeak:algorithms/sapo",
+    "vespo": "flatpeak:algorithms/vespo",
 }
 
 FOREIGN_NAMES: Final = {
@@ -99,6 +112,7 @@ FOREIGN_NAMES: Final = {
     "loss_agg_mode=seq-mean-token-sum": "objective.normalization=sequence_sum",
     "loss_agg_mode=seq-mean-token-sum-norm": "objective.normalization=constant",
     "loss_agg_mode=token-mean": "objective.normalization=token_mean",
+    "loss_mode": _LOSS,
     "loss_type": _LOSS,
     "loss_type=dapo": "objective.normalization=token_mean; for all of DAPO extends: flatpeak:algorithms/dapo",
     "lr": "optimizer.learning_rate",
@@ -183,7 +197,7 @@ FOREIGN_NAMES: Final = {
     "warmup_ratio": "optimizer.warmup_steps",
 } | {
     f"{key}={algorithm}": f"a recipe: extends: {recipe}"
-    for key in ("adv_estimator", "advantage_estimator", "loss_type", "objective.loss")
+    for key in ("adv_estimator", "advantage_estimator", "loss_mode", "loss_type", "objective.loss")
     for algorithm, recipe in _ALGORITHMS.items()
     if (key, algorithm) != ("loss_type", "dapo")
 }

@@ -18,17 +18,14 @@ from flatpeak.tasks.config import TaskConfig
 from flatpeak.tasks.prompts import PromptConfig
 from flatpeak.tracking.config import TrackingConfig
 from flatpeak.training.config import (
-    ADVANTAGE_ARGUMENTS,
-    AdvantageConfig,
     CurriculumConfig,
-    KLConfig,
     MixtureItemConfig,
-    ObjectiveConfig,
     OptimizerConfig,
     RewardModelConfig,
     SFTConfig,
     TrainingConfig,
 )
+from flatpeak.training.objective_config import ADVANTAGE_ARGUMENTS, AdvantageConfig, KLConfig, ObjectiveConfig
 from flatpeak.utils.schema import StrictConfig
 
 __all__ = [

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatpeak.training.config import ADVANTAGE_ARGUMENTS, LOSS_ARGUMENTS, LOSS_SETTINGS, is_reference
+from flatpeak.training.objective_config import ADVANTAGE_ARGUMENTS, LOSS_ARGUMENTS, LOSS_SETTINGS, is_reference
 from flatpeak.utils.schema import StrictConfig
 from flatpeak.utils.user_code import FROM_PYTHON
 

@@ -1,6 +1,6 @@
 """The mathematics of the library: pure functions of tensors and numbers."""
 
-from flatpeak.functional import advantage_functions, loss_variants, losses, sampler_correction
+from flatpeak.functional import advantage_functions, loss_variants, losses, sampler_correction, token_weights
 from flatpeak.functional.advantage_functions import *  # noqa: F403
 from flatpeak.functional.advantages import group_advantages
 from flatpeak.functional.bradley_terry import (
@@ -24,6 +24,7 @@ from flatpeak.functional.loss_variants import *  # noqa: F403
 from flatpeak.functional.losses import *  # noqa: F403 - `__all__` of losses is the only list of losses
 from flatpeak.functional.policy_losses import PolicyLoss
 from flatpeak.functional.sampler_correction import *  # noqa: F403
+from flatpeak.functional.token_weights import *  # noqa: F403
 from flatpeak.functional.weights import completion_weights
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     *losses.__all__,
     *loss_variants.__all__,
     *sampler_correction.__all__,
+    *token_weights.__all__,
     "Eigenvalue",
     "PairedDifference",
     "PolicyLoss",

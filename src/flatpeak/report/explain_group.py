@@ -25,8 +25,8 @@ from flatpeak.runs.checkpoints import LAST, checkpoint_name
 from flatpeak.runs.directory import RunPaths, run_hint
 from flatpeak.runs.rollout_log import logged_steps, read_rollouts
 from flatpeak.training.batch import collate
-from flatpeak.training.config import AdvantageConfig, is_reference
 from flatpeak.training.learner import score, token_budget
+from flatpeak.training.objective_config import AdvantageConfig, is_reference
 from flatpeak.types import Completion, Example, Group, Prompt
 
 Row = dict[str, Any]

@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from flatpeak.distributed.ranks import ALONE, Ranks
 from flatpeak.functional.weights import completion_weights
-from flatpeak.training.config import MinibatchOf, Normalization
+from flatpeak.training.config import MinibatchOf
 from flatpeak.training.objective import SamplerStatistics, TokenStatistics
+from flatpeak.training.objective_config import Normalization
 from flatpeak.types import Batch, Group, PackedCompletions
 
 Packed = TypeVar("Packed", bound=PackedCompletions)
@@ -142,6 +143,13 @@ def on_trained_tokens(batch: Packed, *values_T: Tensor) -> tuple[Any, ...]:
     }
     shorter = replace(batch, lengths_N=trained_lengths(batch), **selected)
     return shorter, *(value_T.index_select(0, tokens) for value_T in values_T)
+
+
+def at_trained_tokens(batch: PackedCompletions, values_T: Tensor) -> Tensor:
+    """Values of the trained tokens at their places among all tokens, 0 elsewhere."""
+    if batch.trained_T is None:
+        return values_T
+    return values_T.new_zeros(len(batch.tokens_T)).masked_scatter(batch.trained_T, values_T)
 
 
 def micro_batches(

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flatpeak import functional as F
 from flatpeak.functional.policy_losses import POLICY_LOSSES, PolicyLoss
-from flatpeak.training.config import KLConfig, ObjectiveConfig
+from flatpeak.functional.token_weights import TokenWeights
+from flatpeak.training.objective_config import KLConfig, ObjectiveConfig
 from flatpeak.types import Batch
 
 KL_ESTIMATORS = {"k1": F.kl_k1, "k2": F.kl_k2, "k3": F.kl_k3}
 CORRECTIONS = {"truncate": F.truncated_importance_weights, "mask": F.masked_importance_weights}
+
+
+WeightFunction = Callable[[Mapping[str, Any]], TokenWeights]
+"""The weights of a minibatch's trained tokens, of `TOKEN_WEIGHT_INPUTS`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +49,8 @@ class TokenStatistics:
     clipped: Tensor
     kl: Tensor | None
     max_ratio_gap: Tensor
+    weight: Tensor | None = None
+    """Sum of the minibatch's token weights; None where there are none."""
     sampler: SamplerStatistics | None = None
     """None where nothing was sampled."""
 
@@ -53,6 +63,8 @@ class Objective:
     kl: KLConfig
     own_loss: PolicyLoss | None = None
     """The loss of the user's that `config.loss` names, where it is none of flatpeak's; see `user_functions`."""
+    token_weights: WeightFunction | None = None
+    """Weights of a minibatch's tokens; see `user_functions`."""
 
     @property
     def loss(self) -> PolicyLoss:
@@ -62,12 +74,12 @@ class Objective:
     @property
     def needs_all_tokens(self) -> bool:
         """Whether tokens without advantage have a gradient too."""
-        return self.has_other_terms or self.loss.all_tokens
+        return self.has_other_terms or self.loss.all_tokens or self.token_weights is not None
 
     @property
     def has_other_terms(self) -> bool:
         """Whether the loss has a KL or an entropy term beside the policy loss."""
-        return self.kl_in_loss or self.config.entropy_coefficient != 0
+        return self.kl_in_loss or self.config.entropy_coefficient != 0 or self.token_weights is not None
 
     @property
     def kl_in_reward(self) -> bool:
@@ -84,7 +96,7 @@ class Objective:
         if not self.has_other_terms:
             return self
         plain = self.config.model_copy(update={"entropy_coefficient": 0.0})
-        return replace(self, config=plain, kl=self.kl.model_copy(update={"coefficient": 0.0}))
+        return replace(self, config=plain, kl=self.kl.model_copy(update={"coefficient": 0.0}), token_weights=None)
 
     def __call__(self, logprobs_T: Tensor, entropy_T: Tensor, batch: Batch) -> tuple[Tensor, TokenStatistics]:
         """The loss of every token, to be weighted and summed, and the statistics that are logged of it.
@@ -111,6 +123,8 @@ class Objective:
         if curvature and self.loss.with_curvature is not None:
             function = self.loss.with_curvature
         loss_T = function(logprobs_T, self.ratio(logprobs_T, batch), batch.advantages_T, self.config)
+        if batch.policy_weights_T is not None:
+            loss_T = batch.policy_weights_T * loss_T
         return self.corrected(loss_T, batch)
 
     def clipped(self, logprobs_T: Tensor, batch: Batch) -> Tensor:
@@ -144,6 +158,8 @@ class Objective:
             terms.append(self.kl.coefficient * weighted_T)
         if self.config.entropy_coefficient:
             terms.append(-self.config.entropy_coefficient * entropy_T)
+        if self.token_weights is not None and batch.penalty_weights_T is not None:
+            terms.append(batch.penalty_weights_T * (logprobs_T - _old(batch)).abs())
         return sum(terms[1:], terms[0]) if terms else None
 
     @torch.no_grad()
@@ -158,6 +174,7 @@ class Objective:
             clipped=self.clipped(logprobs_T, batch).sum(),
             kl=None if batch.reference_logprobs_T is None else self._kl(logprobs_T, batch).sum(),
             max_ratio_gap=(token_ratio_T - 1).abs().max() if len(logprobs_T) else torch.zeros(()),
+            weight=None if batch.policy_weights_T is None else batch.policy_weights_T.sum(),
             sampler=self._sampler_statistics(logprobs_T, batch),
         )
 
@@ -194,6 +211,28 @@ class Objective:
         """The KL of every token to the reference."""
         assert batch.reference_logprobs_T is not None  # a recipe with KL keeps a reference
         return KL_ESTIMATORS[self.kl.estimator](logprobs_T, batch.reference_logprobs_T)
+
+
+def token_weight_inputs(parts: Sequence[tuple[Batch, Tensor, Tensor]], config: ObjectiveConfig) -> dict[str, Any]:
+    """What functions of token weights ask for, of a minibatch in parts; see `TOKEN_WEIGHT_INPUTS`.
+
+    Each part is a batch of trained tokens with the policy's log-probabilities and entropies as the minibatch begins.
+    """
+    batches = [with_old_logprobs(batch, logprobs_T) for batch, logprobs_T, _ in parts]
+    sampled = [batch.sampler_logprobs_T for batch in batches if batch.sampler_logprobs_T is not None]
+    counts = [len(batch.lengths_N) for batch in batches]
+    starts = accumulate(counts, initial=0)
+    return {
+        "logprobs_T": torch.cat([logprobs_T for _, logprobs_T, _ in parts]),
+        "old_logprobs_T": torch.cat([_old(batch) for batch in batches]),
+        "sampler_logprobs_T": torch.cat(sampled) if len(sampled) == len(batches) else None,
+        "entropy_T": torch.cat([entropy_T for _, _, entropy_T in parts]),
+        "advantages_T": torch.cat([batch.advantages_T for batch in batches]),
+        "sequence_T": torch.cat([batch.sequence_T + start for batch, start in zip(batches, starts, strict=False)]),
+        "num": sum(counts),
+        "clip_low": config.clip_low,
+        "clip_high": config.clip_high,
+    }
 
 
 def with_old_logprobs(batch: Batch, logprobs_T: Tensor) -> Batch:

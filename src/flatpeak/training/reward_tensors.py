@@ -14,8 +14,8 @@ from flatpeak.errors import UserError
 from flatpeak.functional.advantage_functions import limit_spreads, whiten
 from flatpeak.functional.advantages import group_advantages
 from flatpeak.training.batch import on_trained_tokens, per_token
-from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig
 from flatpeak.training.objective import KL_ESTIMATORS
+from flatpeak.training.objective_config import AdvantageConfig, KLConfig, ObjectiveConfig
 from flatpeak.types import Group, PackedCompletions, Scores
 
 OwnAdvantages = Callable[..., Tensor]

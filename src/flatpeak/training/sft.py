@@ -12,10 +12,11 @@ from flatpeak.evaluation.evaluate import Evaluator
 from flatpeak.functional.weights import completion_weights
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Sampler
-from flatpeak.training.config import KLConfig, ObjectiveConfig, SFTConfig
+from flatpeak.training.config import SFTConfig
 from flatpeak.training.curriculum import Stream
 from flatpeak.training.learner import Learner
 from flatpeak.training.objective import Objective
+from flatpeak.training.objective_config import KLConfig, ObjectiveConfig
 from flatpeak.training.optimizer import learning_rate
 from flatpeak.training.recorder import SAMPLER_STATE, Recorder
 from flatpeak.training.stage import StageTrainer

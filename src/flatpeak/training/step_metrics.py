@@ -92,6 +92,8 @@ def policy_metrics(updates: Sequence[PolicyStatistics]) -> dict[str, float]:
         metrics["policy/ratio_mean"] = sum(float(s.ratio) for s in tokens) / count
         metrics["policy/ratio_max_gap"] = max(float(s.max_ratio_gap) for s in tokens)
         metrics["policy/clip_fraction"] = sum(float(s.clipped) for s in tokens) / count
+        if all(s.weight is not None for s in tokens):
+            metrics["policy/token_weight"] = sum(float(s.weight) for s in tokens if s.weight is not None) / count
         if all(s.kl is not None for s in tokens):
             metrics["policy/kl_reference"] = sum(float(s.kl) for s in tokens if s.kl is not None) / count
     return metrics

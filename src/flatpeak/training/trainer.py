@@ -22,7 +22,7 @@ from flatpeak.training.batch import collate, minibatches, of_first_tokens, per_t
 from flatpeak.training.collect import Rollouts, collect, rollout_seed
 from flatpeak.training.config import TrainingConfig
 from flatpeak.training.curriculum import Phase, Progression, take_prompts
-from flatpeak.training.diagnostics import SequenceWeightMonitor
+from flatpeak.training.history import SequenceWeightMonitor
 from flatpeak.training.learner import Learner, PolicyStatistics, score_minibatches, uses_trainer_logprobs
 from flatpeak.training.optimizer import learning_rate, split_prefix, with_prefix
 from flatpeak.training.recorder import SAMPLER_STATE, Recorder

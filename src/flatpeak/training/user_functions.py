@@ -14,8 +14,9 @@ from flatpeak.errors import UserError
 from flatpeak.functional.advantage_functions import ADVANTAGE_INPUTS, ADVANTAGES
 from flatpeak.functional.losses import LOG_RATIO_LIMIT, importance_ratio
 from flatpeak.functional.policy_losses import POLICY_LOSSES, PolicyLoss, TokenFunction
-from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig
-from flatpeak.training.objective import Objective
+from flatpeak.functional.token_weights import TOKEN_WEIGHT_INPUTS, TOKEN_WEIGHTS, TokenWeights
+from flatpeak.training.objective import Objective, WeightFunction
+from flatpeak.training.objective_config import AdvantageConfig, KLConfig, ObjectiveConfig, TokenWeightsConfig
 from flatpeak.training.reward_tensors import Advantages
 from flatpeak.utils.user_code import asked_by_name, check_call, describe_value, load_object, one_line
 
@@ -37,11 +38,59 @@ _MASKED_MEAN: Final = (
 
 def make_objective(config: ObjectiveConfig, kl: KLConfig, *, own: object = None) -> Objective:
     """The objective of a recipe; `own` is the loss that a Python caller gave. UserError for one that is unfit."""
+    weights = make_token_weights(config.token_weights)
     if own is None and config.loss in POLICY_LOSSES:
-        return Objective(config=config, kl=kl)
+        return Objective(config=config, kl=kl, token_weights=weights)
     where = f"objective.loss={config.loss}"
     loaded = load_object(config.loss, where=where) if own is None else own
-    return Objective(config=config, kl=kl, own_loss=policy_loss(loaded, config, where=where))
+    loss = policy_loss(loaded, config, where=where)
+    return Objective(config=config, kl=kl, own_loss=loss, token_weights=weights)
+
+
+def make_token_weights(config: TokenWeightsConfig) -> WeightFunction | None:
+    """The token weights of a recipe, tried on a few tokens; None where it has none. UserError for an unfit function."""
+    if config.function is None:
+        return None
+    where = f"objective.token_weights.function={config.function}"
+    known = TOKEN_WEIGHTS.get(config.function)
+    function = load_object(config.function, where=where) if known is None else known
+    if not callable(function):
+        raise UserError(f"{where} is {describe_value(function)}, not a function")
+    asks = asked_by_name(function, TOKEN_WEIGHT_INPUTS) - config.arguments.keys()
+    arguments = config.arguments | dict.fromkeys(asks)
+    check_call(function, given=(), arguments=arguments, where=where, key="objective.token_weights.arguments")
+
+    def checked(inputs: Mapping[str, Any]) -> TokenWeights:
+        result = function(**{name: inputs[name] for name in asks}, **config.arguments)
+        weights = result if isinstance(result, TokenWeights) else TokenWeights(policy_T=result)
+        for values in (weights.policy_T, *([] if weights.penalty_T is None else [weights.penalty_T])):
+            like, what = inputs["logprobs_T"], "one weight per token"
+            tensor = _checked_tensor(values, like, torch.float32, where=where, what=what)
+            if not bool(tensor.isfinite().all()):
+                raise UserError(f"{where} returned a weight that is not finite: bound what it divides by")
+        return weights
+
+    trial = _token_weight_trial()
+    if not torch.equal(*(_called(lambda: checked(trial).policy_T, where=where) for _ in range(2))):
+        raise UserError(f"{where} returned other weights for the same tokens: draw random numbers from its `seed`")
+    return checked
+
+
+def _token_weight_trial() -> dict[str, Any]:
+    """Inputs of three completions of four tokens."""
+    logprobs_T = torch.linspace(-3, -0.1, _TRIAL_TOKENS)
+    return {
+        "logprobs_T": logprobs_T,
+        "old_logprobs_T": logprobs_T + 0.1,
+        "sampler_logprobs_T": logprobs_T - 0.1,
+        "entropy_T": torch.linspace(0, 2, _TRIAL_TOKENS),
+        "advantages_T": torch.tensor([1.0, -1.0, 0.5]).repeat_interleave(4),
+        "sequence_T": torch.arange(3).repeat_interleave(4),
+        "num": 3,
+        "seed": 0,
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+    }
 
 
 def make_advantages(
