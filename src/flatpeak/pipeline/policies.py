@@ -80,7 +80,7 @@ def named_reference(config: RunConfig, policy: Policy) -> Policy | None:
 
 def keeps_own_reference(config: RunConfig) -> bool:
     """Whether the reference is the policy as RL began, and anything uses it."""
-    used = config.kl.coefficient > 0 or config.reference.keep or config.reference.resets
+    used = config.kl.coefficient > 0 or config.reference.keep or config.reference.moves
     return bool(used) and config.reference.model is None
 
 
@@ -100,7 +100,7 @@ def own_reference(config: RunConfig, policy: Policy, *, start: Path | None) -> P
 
 
 def reference_checkpoint(config: RunConfig, point: ResumePoint) -> Path | None:
-    """The checkpoint that a resumed run measures KL against: step 0 of RL, unless the reference was reset since.
+    """The checkpoint that a resumed run measures KL against: step 0 of RL, unless the reference has moved since.
 
     UserError where it is missing or damaged.
     """

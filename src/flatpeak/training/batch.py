@@ -85,11 +85,13 @@ def minibatches(
     max_tokens: int,
     seed: int,
     all_tokens: bool,
+    whole_groups: bool = False,
 ) -> Iterator[Batch]:
     """Cut one epoch into `count` minibatches of whole groups or of completions, in an order drawn from `seed`.
 
-    Fewer where there are fewer of them. The weights of a minibatch are fixed over all its completions; those without
-    signal are then left out, unless `all_tokens` (a KL or entropy term needs every token).
+    Fewer where there are fewer of them. The weights of a minibatch are fixed over all its completions; those without an
+    advantage are then left out, unless `all_tokens` (a KL or entropy term needs every token). With `whole_groups` only
+    those of groups without any advantage are.
     """
     prompt_N = completions.prompt_N
     unit_N = prompt_N if of == "groups" else torch.arange(len(prompt_N), device=prompt_N.device)
@@ -103,7 +105,10 @@ def minibatches(
     for indices in members:
         weights_N[indices] = completion_weights(trained_N[indices], normalization, max_tokens=max_tokens)
     epoch = completions.to_batch(advantages_T=advantages_T, weights_N=weights_N, old_logprobs_T=old_logprobs_T)
-    signal_N = weights_N > 0 if all_tokens else (weights_N > 0) & has_advantage(epoch)
+    signal_N = torch.ones_like(prompt_N, dtype=torch.bool) if all_tokens else has_advantage(epoch)
+    if whole_groups:
+        signal_N = torch.isin(prompt_N, prompt_N[signal_N])
+    signal_N &= weights_N > 0
     for indices in members:
         yield take(epoch, indices[signal_N[indices]])
 
@@ -113,11 +118,12 @@ def per_token(values_N: Tensor, completions: PackedCompletions) -> Tensor:
     return values_N.to(completions.sequence_T.device).index_select(0, completions.sequence_T)
 
 
-def of_first_tokens(values_T: Tensor, completions: PackedCompletions) -> Tensor:
-    """The value [N] of each completion's first token; 0 for a completion without tokens."""
+def of_first_tokens(values_T: Tensor, completions: PackedCompletions, *, without_N: Tensor) -> Tensor:
+    """The value [N] of each completion's first token; that of `without_N` for a completion without tokens."""
     lengths_N = completions.lengths_N
-    first_N = (lengths_N.cumsum(0) - lengths_N).clamp(max=max(0, len(values_T) - 1))
-    return values_T[first_N].masked_fill(lengths_N == 0, 0.0) if len(values_T) else values_T.new_zeros(len(lengths_N))
+    some_N = lengths_N > 0
+    first_N = lengths_N.cumsum(0) - lengths_N
+    return without_N.to(values_T.device).masked_scatter(some_N, values_T[first_N[some_N]])
 
 
 def trained_lengths(batch: PackedCompletions) -> Tensor:

@@ -74,12 +74,13 @@ class Objective:
     @property
     def needs_all_tokens(self) -> bool:
         """Whether tokens without advantage have a gradient too."""
-        return self.has_other_terms or self.loss.all_tokens or self.token_weights is not None
+        beside = self.config.has_entropy or self.token_weights is not None or self.loss.all_tokens
+        return beside or (self.kl_in_loss and self.kl.groups == "all")
 
     @property
     def has_other_terms(self) -> bool:
         """Whether the loss has a KL or an entropy term beside the policy loss."""
-        return self.kl_in_loss or self.config.entropy_coefficient != 0 or self.token_weights is not None
+        return self.kl_in_loss or self.config.has_entropy or self.token_weights is not None
 
     @property
     def kl_in_reward(self) -> bool:
@@ -95,8 +96,45 @@ class Objective:
         """The same without KL and entropy terms; itself where it has none."""
         if not self.has_other_terms:
             return self
-        plain = self.config.model_copy(update={"entropy_coefficient": 0.0})
+        plain = self.config.model_copy(update={"entropy_coefficient": 0.0, "adaptive_entropy": None})
         return replace(self, config=plain, kl=self.kl.model_copy(update={"coefficient": 0.0}), token_weights=None)
+
+    def adapted(self, metrics: Mapping[str, float], completions: int) -> Objective:
+        """The objective of the next step: adaptive coefficients follow what a step of so many completions measured."""
+        kl, config = self.kl, self.config
+        if kl.adaptive is not None:
+            distance = metrics.get("policy/kl_reference", metrics.get("rollout/kl_reference", kl.adaptive.target))
+            kl = kl.model_copy(update={"coefficient": kl.adaptive.next(kl.coefficient, distance, completions)})
+        if config.adaptive_entropy is not None and "policy/entropy" in metrics:
+            rule, entropy = config.adaptive_entropy, metrics["policy/entropy"]
+            rule = rule.model_copy(update={"start": rule.next(entropy)})
+            given = rule.start if entropy <= rule.target else 0.0
+            config = config.model_copy(update={"adaptive_entropy": rule, "entropy_coefficient": given})
+        return replace(self, kl=kl, config=config)
+
+    def metrics(self) -> dict[str, float]:
+        """The coefficients of this step, where they are adaptive."""
+        kl = {} if self.kl.adaptive is None else {"kl/coefficient": self.kl.coefficient}
+        if self.config.adaptive_entropy is None:
+            return kl
+        return kl | {"policy/entropy_coefficient": self.config.entropy_coefficient}
+
+    def state(self) -> dict[str, Any]:
+        """The adaptive coefficients, for a checkpoint; empty where there are none."""
+        kl = {} if self.kl.adaptive is None else {"kl_coefficient": self.kl.coefficient}
+        rule = self.config.adaptive_entropy
+        return kl if rule is None else kl | {"entropy_coefficient": [self.config.entropy_coefficient, rule.start]}
+
+    def loaded(self, state: Mapping[str, Any]) -> Objective:
+        """The objective with the coefficients of such a `state`, where it adapts them; a fork may begin to."""
+        kl, config, rule = self.kl, self.config, self.config.adaptive_entropy
+        if kl.adaptive is not None and "kl_coefficient" in state:
+            kl = kl.model_copy(update={"coefficient": state["kl_coefficient"]})
+        if rule is not None and "entropy_coefficient" in state:
+            given, own = state["entropy_coefficient"]
+            rule = rule.model_copy(update={"start": own})
+            config = config.model_copy(update={"entropy_coefficient": given, "adaptive_entropy": rule})
+        return replace(self, kl=kl, config=config)
 
     def __call__(self, logprobs_T: Tensor, entropy_T: Tensor, batch: Batch) -> tuple[Tensor, TokenStatistics]:
         """The loss of every token, to be weighted and summed, and the statistics that are logged of it.

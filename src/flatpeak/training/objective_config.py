@@ -176,6 +176,24 @@ class TokenWeightsConfig(StrictConfig):
         return self
 
 
+class AdaptiveEntropyConfig(StrictConfig):
+    """An entropy bonus that keeps the policy's entropy from falling below a target. Skywork-OR1, arXiv 2505.22312."""
+
+    target: Annotated[float, Field(gt=0)] = 0.2
+    """Nats per token. The bonus acts on steps that follow one at or below it."""
+    step: Annotated[float, Field(gt=0)] = 0.005
+    """What the coefficient grows by after a step at or below the target, and falls by after one above it."""
+    start: Annotated[float, Field(ge=0)] = 0.0
+    """The coefficient at the first step."""
+    largest: Annotated[float, Field(gt=0)] = 1.0
+    """The largest coefficient."""
+
+    def next(self, entropy: float) -> float:
+        """The coefficient after a step of this entropy."""
+        change = self.step if entropy <= self.target else -self.step
+        return min(max(self.start + change, 0.0), self.largest)
+
+
 class ObjectiveConfig(StrictConfig):
     """The per-token loss and how tokens are weighted."""
 
@@ -209,6 +227,8 @@ class ObjectiveConfig(StrictConfig):
     """With truncated_policy_gradient: the lower bound of the ratio itself; below 1. 0: none."""
     entropy_coefficient: float = 0.0
     """Adds -coefficient * entropy per token to the loss."""
+    adaptive_entropy: AdaptiveEntropyConfig | None = None
+    """Change `entropy_coefficient` from step to step to hold an entropy; null: it stays."""
     truncated: Literal["keep", "mask", "zero_reward", "soft_penalty"] = "keep"
     """Completions cut at max_new_tokens. keep: they count like all others. mask: they are out of the loss and its
     denominators, and still in the group's baseline. zero_reward: their reward is 0. soft_penalty: DAPO's soft overlong
@@ -220,6 +240,11 @@ class ObjectiveConfig(StrictConfig):
     """Weights of the policy loss where another policy samples than is trained: another engine, dtype or version."""
     token_weights: TokenWeightsConfig = TokenWeightsConfig()
     """Weights of the policy loss by what a whole minibatch has in it, for one more pass without gradients."""
+
+    @property
+    def has_entropy(self) -> bool:
+        """Whether the loss has an entropy term."""
+        return self.entropy_coefficient != 0 or self.adaptive_entropy is not None
 
     @model_validator(mode="after")
     def _coefficients_of_the_loss(self) -> ObjectiveConfig:
@@ -236,6 +261,20 @@ class ObjectiveConfig(StrictConfig):
             if not isinstance(value, int | float) or not 0 < value < float("inf"):
                 raise ValueError(f"objective.arguments.{name}={value}: give a number above 0")
         return self
+
+
+class AdaptiveKLConfig(StrictConfig):
+    """A coefficient that holds the KL near a target. Ziegler et al. 2019, arXiv 1909.08593, section 2.2."""
+
+    target: Annotated[float, Field(gt=0)] = 0.1
+    """The KL of each token to the reference, in nats."""
+    horizon: Annotated[float, Field(gt=0)] = 10_000
+    """Completions over which the coefficient changes by at most a factor of about 1.2 either way."""
+
+    def next(self, coefficient: float, distance: float, completions: int) -> float:
+        """The coefficient after a step of so many completions at this KL."""
+        error = min(max(distance / self.target - 1, -0.2), 0.2)
+        return coefficient * max(1 + error * completions / self.horizon, 0.1)
 
 
 class KLConfig(StrictConfig):
@@ -255,6 +294,16 @@ class KLConfig(StrictConfig):
     ratio_weighted: bool = False
     """Multiply the per-token KL in the loss by the importance ratio (TRL's default), so that the expected gradient of
     k1 and k3 is that of the KL; that of k2 is so without it."""
+    groups: Literal["all", "informative"] = "all"
+    """With placement=loss. all: the KL of every completion. informative: only of those of groups with an advantage."""
+    adaptive: AdaptiveKLConfig | None = None
+    """Change `coefficient` from step to step to hold a KL; null: it stays."""
+
+    @model_validator(mode="after")
+    def _adapts_a_penalty(self) -> KLConfig:
+        if self.adaptive is not None and self.coefficient == 0:
+            raise ValueError("kl.adaptive changes kl.coefficient by factors: begin with one above 0, such as 0.01")
+        return self
 
     @model_validator(mode="after")
     def _k1_has_no_gradient(self) -> KLConfig:

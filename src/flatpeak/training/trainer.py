@@ -191,8 +191,10 @@ class Trainer(StageTrainer):
             else:
                 penalties_T = kl_to_go_T(completions, logprobs_T, kl)
         advantages_PG = function(rewards_PG, valid_PG, **inputs)
-        advantages_T = function.per_token(advantages_PG[valid_PG], completions, penalties_T)
-        return advantages_PG.masked_scatter(valid_PG, of_first_tokens(advantages_T, completions).cpu()), advantages_T
+        advantages_N = advantages_PG[valid_PG]
+        advantages_T = function.per_token(advantages_N, completions, penalties_T)
+        logged_N = of_first_tokens(advantages_T, completions, without_N=advantages_N)
+        return advantages_PG.masked_scatter(valid_PG, logged_N.cpu()), advantages_T
 
     def minibatches(
         self, step: int, completions: PackedCompletions, rewards: RewardTensors, advantages_T: Tensor
@@ -217,6 +219,7 @@ class Trainer(StageTrainer):
                 max_tokens=self.config.rollout.max_new_tokens,
                 seed=derive_seed(self.seed, "minibatches", step, epoch),
                 all_tokens=self.learner.objective.needs_all_tokens,
+                whole_groups=self.learner.objective.kl_in_loss,
             )
             for epoch in range(self.config.training.epochs_per_rollout)
         )
@@ -250,9 +253,12 @@ class Trainer(StageTrainer):
             step, metrics, reference=self.reference, policy=policy, optimizer=optimizer
         )
         staleness = staleness_metrics(rollouts.groups, version=step - 1)
+        objective = self.learner.objective
         # The first rank's: conditions on them, also on times, then hold on all ranks or on none.
-        own = {**metrics, **staleness, **self.resets.metrics(), **self.learner.memory.metrics()}
-        return self.learner.parallel.ranks.first(lambda: own)
+        own = {**metrics, **staleness, **self.resets.metrics(), **objective.metrics(), **self.learner.memory.metrics()}
+        shared = self.learner.parallel.ranks.first(lambda: own)
+        self.learner.objective = objective.adapted(shared, advantages_PG.numel())
+        return shared
 
     def state(self) -> dict[str, Any]:
         """The position in curriculum and data; steps derive all their randomness from their number."""
@@ -260,6 +266,7 @@ class Trainer(StageTrainer):
             **asdict(self.progression),
             "reached": self.finished,
             "resets": self.resets.count,
+            **self.learner.objective.state(),
             **super().state(),
             SAMPLER_STATE: self.sampler.state(),
         }
@@ -277,4 +284,5 @@ class Trainer(StageTrainer):
         self.reference = self.resets.load(
             stage["resets"], reference, reference=self.reference, policy=self.learner.policy
         )
+        self.learner.objective = self.learner.objective.loaded(stage)
         self.progression = Progression(phase=stage["phase"], phase_steps=stage["phase_steps"], cursors=stage["cursors"])
