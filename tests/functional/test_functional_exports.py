@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 from flatpeak import functional
-from flatpeak.functional import advantage_functions, loss_variants, losses, sampler_correction
+from flatpeak.functional import advantage_functions, loss_variants, losses, sampler_correction, token_weights
 
 SIGNATURES = {
     "bootstrap_interval": "values, *, weights=None, confidence=0.95, num_resamples=10000, seed=0",
@@ -37,6 +37,7 @@ def test_the_public_list_is_exactly_this():
         *loss_variants.__all__,
         *losses.__all__,
         *sampler_correction.__all__,
+        *token_weights.__all__,
         "PairedDifference",
         "PolicyLoss",
         "Eigenvalue",

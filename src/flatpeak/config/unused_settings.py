@@ -138,7 +138,7 @@ RULES = (
     Rule(
         choice="objective.sampler_correction.type",
         applies=lambda type_: type_ == "none",
-        settings=("objective.sampler_correction.level", "objective.sampler_correction.cap"),
+        settings=tuple(f"objective.sampler_correction.{name}" for name in ("level", "cap", "floor", "normalize")),
         instead="objective.sampler_correction.type=truncate",
     ),
     Rule(

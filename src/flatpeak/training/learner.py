@@ -27,7 +27,7 @@ from flatpeak.training.batch import (
     on_trained_tokens,
 )
 from flatpeak.training.config import OptimizerConfig
-from flatpeak.training.objective import Objective, TokenStatistics, token_weight_inputs, with_old_logprobs
+from flatpeak.training.objective import Objective, TokenStatistics, with_old_logprobs
 from flatpeak.training.optimizer import BaseLearner, UpdateStatistics
 from flatpeak.types import Batch, PackedCompletions
 from flatpeak.utils.out_of_memory import MemoryBound
@@ -145,12 +145,12 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
         One more pass measures all of them as the minibatch begins, on all ranks together: no cut into micro-batches and
         no division among ranks changes the weights.
         """
-        if self.objective.token_weights is None:
+        if not self.objective.weighs_minibatches:
             return batches
         scored = [on_trained_tokens(batch, *self.measure(self.policy, batch)) for batch in batches]
-        inputs = token_weight_inputs(scored, self.objective.config)
-        seed = self.parallel.ranks.first(lambda: int(torch.randint(2**62, ())))
-        weights = self.objective.token_weights({**inputs, "seed": seed})
+        weights = self.objective.minibatch_weights(
+            scored, seed=lambda: self.parallel.ranks.first(lambda: int(torch.randint(2**62, ())))
+        )
         counts, penalty_T = [len(logprobs_T) for _, logprobs_T, _ in scored], weights.penalty_T
         policy = weights.policy_T.split(counts)
         penalties = [None] * len(counts) if penalty_T is None else penalty_T.split(counts)

@@ -35,8 +35,12 @@ class SamplerStatistics:
     """Sum of the KL of the sampler to the trainer, by k3."""
     weight: Tensor | None
     """Sum of the importance weights; None where the sampler is not corrected."""
+    squares: Tensor | None
+    """Sum of their squares; likewise."""
     capped: Tensor | None
     """Tokens whose importance weight was above the cap; likewise."""
+    by_depth: Tensor | None
+    """[2, 4]: tokens of each quarter of their completions, and the sums of their gaps; likewise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +102,24 @@ class Objective:
             return self
         plain = self.config.model_copy(update={"entropy_coefficient": 0.0, "adaptive_entropy": None})
         return replace(self, config=plain, kl=self.kl.model_copy(update={"coefficient": 0.0}), token_weights=None)
+
+    @property
+    def weighs_minibatches(self) -> bool:
+        """Whether the weights of tokens depend on a whole minibatch."""
+        return self.token_weights is not None or self.config.sampler_correction.normalize
+
+    def minibatch_weights(
+        self, parts: Sequence[tuple[Batch, Tensor, Tensor]], *, seed: Callable[[], int]
+    ) -> TokenWeights:
+        """The weights of a minibatch's trained tokens; see `token_weight_inputs`. `seed` draws one."""
+        weights = TokenWeights(policy_T=torch.cat([torch.ones_like(logprobs_T) for _, logprobs_T, _ in parts]))
+        if self.token_weights is not None:
+            weights = self.token_weights({**token_weight_inputs(parts, self.config), "seed": seed()})
+        if not self.config.sampler_correction.normalize:
+            return weights
+        batches = [with_old_logprobs(batch, logprobs_T) for batch, logprobs_T, _ in parts]
+        mean = torch.cat([self.correction(batch) for batch in batches]).double().mean()
+        return replace(weights, policy_T=weights.policy_T / mean.clamp(min=1e-6).to(weights.policy_T.dtype))
 
     def adapted(self, metrics: Mapping[str, float], completions: int) -> Objective:
         """The objective of the next step: adaptive coefficients follow what a step of so many completions measured."""
@@ -174,10 +196,22 @@ class Objective:
 
         The old log-probabilities are constants, the same in every pass of an update, and so are the weights.
         """
-        if not self.corrects_sampler:
-            return loss_T
-        config = self.config.sampler_correction
-        return CORRECTIONS[config.type](self.sampler_ratio(batch), cap=config.cap) * loss_T
+        return self.correction(batch) * loss_T if self.corrects_sampler else loss_T
+
+    def correction(self, batch: Batch) -> Tensor:
+        """The importance weight of every token for what the sampler drew, before it is normalized."""
+        config, old_T, sampled_T = self.config.sampler_correction, _old(batch), batch.sampler_logprobs_T
+        assert sampled_T is not None  # demonstrations alone have none, and SFT has no correction
+        weights_T = torch.ones_like(old_T)
+        if config.type != "none":
+            weights_T = CORRECTIONS[config.type](self.sampler_ratio(batch), cap=config.cap, floor=config.floor)
+        if config.reject is None:
+            return weights_T
+        distance_T = KL_ESTIMATORS[config.reject.estimator](sampled_T, old_T).abs()
+        if config.reject.over != "token":
+            completions = (batch.sequence_T, len(batch.lengths_N))
+            distance_T = F.over_completions(distance_T, *completions, by=config.reject.over)
+        return weights_T.masked_fill(distance_T > config.reject.above, 0.0)
 
     def sampler_ratio(self, batch: Batch) -> Tensor:
         """p_old / mu of every token, before a bound, by the correction's level."""
@@ -185,7 +219,10 @@ class Objective:
         assert sampled_T is not None  # demonstrations alone have none, and SFT has no correction
         if self.config.sampler_correction.level == "token":
             return F.importance_ratio(old_T, sampled_T)
-        return F.sequence_probability_ratio(old_T, sampled_T, batch.sequence_T, len(batch.lengths_N))
+        completions = (batch.sequence_T, len(batch.lengths_N))
+        if self.config.sampler_correction.level == "sequence_mean":
+            return F.sequence_importance_ratio(old_T, sampled_T, *completions)
+        return F.sequence_probability_ratio(old_T, sampled_T, *completions)
 
     def other_terms(self, logprobs_T: Tensor, entropy_T: Tensor, batch: Batch) -> Tensor | None:
         """The KL and entropy terms; None where the loss has neither."""
@@ -223,13 +260,17 @@ class Objective:
         # With a correction the old ones are the trainer's own, whatever the step's updates have changed since.
         trainer_T = _old(batch) if self.corrects_sampler else logprobs_T
         gap_T = (trainer_T - sampled_T).abs()
-        above_T = self.sampler_ratio(batch) > self.config.sampler_correction.cap if self.corrects_sampler else None
+        weights_T = self.correction(batch) if self.corrects_sampler else None
         return SamplerStatistics(
             gap=gap_T.sum(),
             max_gap=gap_T.max() if len(gap_T) else torch.zeros(()),
             kl=F.kl_k3(sampled_T, trainer_T).sum(),
-            weight=self.corrected(torch.ones_like(gap_T), batch).sum() if self.corrects_sampler else None,
-            capped=None if above_T is None else above_T.sum(),
+            weight=None if weights_T is None else weights_T.sum(),
+            squares=None if weights_T is None else weights_T.square().sum(),
+            capped=(self.sampler_ratio(batch) > self.config.sampler_correction.cap).sum()
+            if self.corrects_sampler
+            else None,
+            by_depth=_by_depth(gap_T, batch) if self.corrects_sampler else None,
         )
 
     def ratio(self, logprobs_T: Tensor, batch: Batch) -> Tensor:
@@ -249,6 +290,16 @@ class Objective:
         """The KL of every token to the reference."""
         assert batch.reference_logprobs_T is not None  # a recipe with KL keeps a reference
         return KL_ESTIMATORS[self.kl.estimator](logprobs_T, batch.reference_logprobs_T)
+
+
+def _by_depth(gap_T: Tensor, batch: Batch) -> Tensor:
+    """[2, 4]: the tokens in each quarter of their completions, and the sums of their gaps."""
+    lengths_T = batch.lengths_N.index_select(0, batch.sequence_T)
+    first_T = (batch.lengths_N.cumsum(0) - batch.lengths_N).index_select(0, batch.sequence_T)
+    place_T = torch.arange(len(gap_T), device=gap_T.device) - first_T
+    quarter_T = place_T * 4 // lengths_T.clamp(min=1)
+    zeros = gap_T.new_zeros(4)
+    return torch.stack([zeros.index_add(0, quarter_T, values) for values in (torch.ones_like(gap_T), gap_T)])
 
 
 def token_weight_inputs(parts: Sequence[tuple[Batch, Tensor, Tensor]], config: ObjectiveConfig) -> dict[str, Any]:

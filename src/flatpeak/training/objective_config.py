@@ -139,23 +139,41 @@ class AdvantageConfig(StrictConfig):
         return self
 
 
+class RejectionConfig(StrictConfig):
+    """Tokens or completions without a policy loss, by an estimate of the KL of the sampler to the trainer."""
+
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """The estimate of each token, as in kl.estimator; of k1 its size counts."""
+    over: Literal["token", "sum", "mean", "max"] = "mean"
+    """token: each token by itself. sum, mean, max: a completion as a whole, by this of its tokens."""
+    above: Annotated[float, Field(gt=0)]
+    """The largest estimate, in nats, that is trained on."""
+
+
 class SamplerCorrectionConfig(StrictConfig):
     """Importance weights for a sampler whose probabilities are not the trainer's; see functional.sampler_correction."""
 
     type: Literal["none", "truncate", "mask"] = "none"
     """none: no weights. truncate: weights above the cap become the cap. mask: weights above it become 0, so that those
     tokens, or with level=sequence whole completions, have no policy loss."""
-    level: Literal["token", "sequence"] = "token"
-    """token: a weight for each token. sequence: one per completion, the product over its tokens. The product spreads
+    level: Literal["token", "sequence", "sequence_mean"] = "token"
+    """token: a weight for each token. sequence_mean: one per completion, the geometric mean over its tokens, which does
+    not drift with the length. sequence: one per completion, the product over its tokens. The product spreads
     with the length, so that the cap takes more from long completions: at a noise of 0.01 nats per token (a bfloat16
     sampler) the mean weight under truncate is 1.00 at 1,000 tokens and 0.70 at 16,000; at 0.03, 0.83 and 0.08."""
     cap: Annotated[float, Field(ge=1)] = 2.0
     """The largest weight, which is 1 where sampler and trainer agree."""
+    floor: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """truncate: the smallest weight. mask: weights below it become 0 too (IcePop: 0.5, with a cap of 5). 0: none."""
+    normalize: bool = False
+    """Divide the weights by their mean over the minibatch, for one more pass without gradients."""
+    reject: RejectionConfig | None = None
+    """Leave out what is too far from the trainer, beside or in place of weights. null: nothing."""
 
     @property
     def enabled(self) -> bool:
         """Whether tokens have weights."""
-        return self.type != "none"
+        return self.type != "none" or self.reject is not None
 
 
 class TokenWeightsConfig(StrictConfig):

@@ -6,7 +6,9 @@ import math
 import time
 from collections.abc import Sequence
 
-from flatpeak.functional import kl_k3
+import torch
+
+from flatpeak.functional import effective_sample_size, kl_k3
 from flatpeak.training.batch import on_trained_tokens
 from flatpeak.training.collect import Rollouts, known_scores
 from flatpeak.training.learner import PolicyStatistics
@@ -119,6 +121,12 @@ def sampler_gap_metrics(updates: Sequence[PolicyStatistics]) -> dict[str, float]
     if weights:
         metrics["rollout/correction_mean"] = sum(weight for weight, _ in weights) / count
         metrics["rollout/correction_capped"] = sum(capped for _, capped in weights) / count
+        squares = sum(float(s.squares) for s in sampler if s.squares is not None)
+        total = sum(weight for weight, _ in weights)
+        metrics["rollout/correction_effective_share"] = effective_sample_size(total, squares, count)
+        depths = sum((s.by_depth.cpu() for s in sampler if s.by_depth is not None), torch.zeros(2, 4))
+        for quarter, (tokens, gaps) in enumerate(depths.T.tolist(), start=1):
+            metrics[f"rollout/logprob_gap_quarter_{quarter}"] = gaps / tokens if tokens else float("nan")
     return metrics
 
 
