@@ -89,6 +89,11 @@ class RunConfig(StrictConfig):
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         advantage = self.advantage
+        if self.kl.groups == "informative" and (self.objective.has_entropy or self.objective.token_weights.function):
+            other = "an entropy term" if self.objective.has_entropy else "objective.token_weights"
+            raise ValueError(
+                f"kl.groups=informative with {other}, which needs all groups: set kl.groups=all, or leave the other out"
+            )
         if self.evaluation.sharpness is not None and advantage.function == "remax":
             raise ValueError(
                 "evaluation.sharpness with advantage.function=remax: evaluations draw no greedy completions to compare "

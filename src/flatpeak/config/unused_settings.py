@@ -148,6 +148,18 @@ RULES = (
         instead="kl.placement=loss",
     ),
     Rule(
+        choice="kl.coefficient",
+        applies=lambda coefficient: coefficient == 0,
+        settings=("kl.adaptive",),
+        instead="kl.coefficient=0.01",
+    ),
+    Rule(
+        choice="kl.placement",
+        applies=lambda placement: placement != "loss",
+        settings=("kl.groups",),
+        instead="kl.placement=loss",
+    ),
+    Rule(
         choice="kl.placement",
         applies=lambda placement: placement != "reward_to_go",
         settings=("kl.discount",),

@@ -19,7 +19,7 @@ from flatpeak.functional.advantages import group_advantages
 __all__ = ["gdpo", "limit_spreads", "max_rl", "opo", "pass_at_k_advantages", "remax", "whiten"]
 
 ADVANTAGE_INPUTS: Final = ("lengths_PG", "parts", "part_weights", "old_logprobs_PGL", "greedy_P")
-"""What an advantage function may ask for by name, beside the rewards.
+"""Values that an advantage function may ask for by name, beside the rewards.
 
 - `lengths_PG`: the trained tokens of each completion.
 - `parts`, `part_weights`: the reward's components [P, G], 0 where missing, and their weights, by name.

@@ -30,7 +30,7 @@ TOKEN_WEIGHT_INPUTS: Final = (
     "clip_low",
     "clip_high",
 )
-"""What a function of token weights may ask for by name.
+"""Values that a function of token weights may ask for by name.
 
 The log-probabilities are those of the policy as the minibatch begins, of the ratio's denominator, and of the sampler;
 `sequence_T` is each token's completion, of 0 .. `num` - 1; `seed` is another one for each minibatch; the clip is the

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class Rollouts:
     """The reward of a greedy completion of each group's prompt, where the advantages ask for it."""
 
     def advantage_inputs(self, names: Collection[str]) -> dict[str, Any]:
-        """What an advantage function asks for beside the rewards; see `ADVANTAGE_INPUTS`."""
+        """The values that an advantage function asks for beside the rewards; see `ADVANTAGE_INPUTS`."""
         return advantage_inputs(names, self.groups, self.scores, weights=self.weights, greedy=self.greedy)
 
 
@@ -76,20 +77,13 @@ def collect(
     accuracies, scored = list[float](), list[Scores]()
     drawn, rollout_seconds, reward_seconds = 0, 0.0, 0.0
     before, budget = failures(phase.reward), phase.reward.step_budget()
+    draw = partial(roll_out, sampler, phase.reward, group_size=config.group_size, sampling=config.sampling())
     for round_ in range(max_resamples + 1):
         wanted = config.prompts_per_step - len(kept)
         prompts = take_prompts(phase.prompts, cursor, wanted)
         cursor, drawn = cursor + wanted, drawn + wanted
         started = time.perf_counter()
-        groups, scores, sampled_at = roll_out(
-            sampler,
-            phase.reward,
-            prompts,
-            group_size=config.group_size,
-            sampling=config.sampling(),
-            seed=rollout_seed(seed, round_),
-            budget=budget,
-        )
+        groups, scores, sampled_at = draw(prompts, seed=rollout_seed(seed, round_), budget=budget)
         scored.append(scores)
         rollout_seconds += sampled_at - started
         reward_seconds += time.perf_counter() - sampled_at
@@ -101,11 +95,6 @@ def collect(
             break
     chosen = kept + without_signal[: config.prompts_per_step - len(kept)]
     scores = _scores(chosen)
-    greedy_scores: list[Score] = []
-    if greedy:
-        prompts, sampling = [group.prompt for group, _, _ in chosen], replace(config.sampling(), temperature=0.0)
-        _, best, _ = roll_out(sampler, phase.reward, prompts, group_size=1, sampling=sampling, seed=seed, budget=budget)
-        greedy_scores = [score for (score,) in best.total]
     return Rollouts(
         groups=[group for group, _, _ in chosen],
         scores=scores,
@@ -117,7 +106,7 @@ def collect(
         measured={**_logged(scored), **phase.reward.measured(scores), **sampler.measured()},
         timed_out=_timed_out(scored),
         weights=phase.reward.weights,
-        greedy=greedy_scores,
+        greedy=_greedy_scores(sampler, phase, config, chosen, seed=seed, budget=budget) if greedy else (),
         failed={name: more for name, count in failures(phase.reward).items() if (more := count - before.get(name, 0))},
     )
 
@@ -130,7 +119,7 @@ def advantage_inputs(
     weights: Mapping[str, float],
     greedy: Sequence[Score] = (),
 ) -> dict[str, Any]:
-    """What an advantage function asks for beside the rewards; see `ADVANTAGE_INPUTS`."""
+    """The values that an advantage function asks for beside the rewards; see `ADVANTAGE_INPUTS`."""
     inputs: dict[str, Any] = {}
     completions = [group.completions for group in groups]
     if "lengths_PG" in names:
@@ -148,6 +137,21 @@ def advantage_inputs(
     if "greedy_P" in names:
         inputs["greedy_P"] = torch.tensor([float("nan") if score is None else score for score in greedy])
     return inputs
+
+
+def _greedy_scores(
+    sampler: Sampler,
+    phase: Phase,
+    config: RolloutConfig,
+    chosen: Sequence[_Drawn],
+    *,
+    seed: int,
+    budget: GradingBudget | None,
+) -> list[Score]:
+    """The reward of a greedy completion of each group's prompt."""
+    prompts, sampling = [group.prompt for group, _, _ in chosen], replace(config.sampling(), temperature=0.0)
+    _, scores, _ = roll_out(sampler, phase.reward, prompts, group_size=1, sampling=sampling, seed=seed, budget=budget)
+    return [score for (score,) in scores.total]
 
 
 def rollout_seed(seed: int, round_: int = 0) -> int:

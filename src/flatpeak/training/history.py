@@ -1,4 +1,4 @@
-"""What a run remembers of its steps: what a checkpoint is made of, and what calls for a notice.
+"""The history of a run: what a checkpoint is made of, and what calls for a notice.
 
 The notices: steps without signal or rewards, skipped updates, and a sampler that disagrees.
 """

@@ -303,7 +303,7 @@ def _by_depth(gap_T: Tensor, batch: Batch) -> Tensor:
 
 
 def token_weight_inputs(parts: Sequence[tuple[Batch, Tensor, Tensor]], config: ObjectiveConfig) -> dict[str, Any]:
-    """What functions of token weights ask for, of a minibatch in parts; see `TOKEN_WEIGHT_INPUTS`.
+    """The values that functions of token weights ask for, of a minibatch in parts; see `TOKEN_WEIGHT_INPUTS`.
 
     Each part is a batch of trained tokens with the policy's log-probabilities and entropies as the minibatch begins.
     """

@@ -143,10 +143,10 @@ class RejectionConfig(StrictConfig):
     """Tokens or completions without a policy loss, by an estimate of the KL of the sampler to the trainer."""
 
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """The estimate of each token, as in kl.estimator; of k1 its size counts."""
+    """The estimate of each token, as in kl.estimator: k1, of which the size counts, k2 or k3."""
     over: Literal["token", "sum", "mean", "max"] = "mean"
     """token: each token by itself. sum, mean, max: a completion as a whole, by this of its tokens."""
-    above: Annotated[float, Field(gt=0)]
+    above: Annotated[float, Field(gt=0)] = 0.1
     """The largest estimate, in nats, that is trained on."""
 
 
@@ -200,7 +200,7 @@ class AdaptiveEntropyConfig(StrictConfig):
     target: Annotated[float, Field(gt=0)] = 0.2
     """Nats per token. The bonus acts on steps that follow one at or below it."""
     step: Annotated[float, Field(gt=0)] = 0.005
-    """What the coefficient grows by after a step at or below the target, and falls by after one above it."""
+    """The change of the coefficient: up after a step at or below the target, down after one above it."""
     start: Annotated[float, Field(ge=0)] = 0.0
     """The coefficient at the first step."""
     largest: Annotated[float, Field(gt=0)] = 1.0
@@ -316,12 +316,6 @@ class KLConfig(StrictConfig):
     """With placement=loss. all: the KL of every completion. informative: only of those of groups with an advantage."""
     adaptive: AdaptiveKLConfig | None = None
     """Change `coefficient` from step to step to hold a KL; null: it stays."""
-
-    @model_validator(mode="after")
-    def _adapts_a_penalty(self) -> KLConfig:
-        if self.adaptive is not None and self.coefficient == 0:
-            raise ValueError("kl.adaptive changes kl.coefficient by factors: begin with one above 0, such as 0.01")
-        return self
 
     @model_validator(mode="after")
     def _k1_has_no_gradient(self) -> KLConfig:

@@ -120,7 +120,7 @@ class Advantages:
     own: OwnAdvantages | None = None
     """The function in place of baseline and scale; see `user_functions`."""
     asks: frozenset[str] = frozenset()
-    """What that function asks for by name, of `ADVANTAGE_INPUTS`."""
+    """The names of `ADVANTAGE_INPUTS` that this function asks for."""
     compares: bool = True
     """Whether that function compares the completions of a group, where there are several."""
 
