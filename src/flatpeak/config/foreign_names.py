@@ -21,7 +21,7 @@ _SERVER: Final = "an argument of the server: flatpeak serve MODEL -- --"
 _CRITIC: Final = f"{_NONE}: baselines are those of a group, without a critic"
 _LIGER: Final = f"{_NONE}: logits are computed in chunks, training.micro_batch_tokens bounds the memory of a pass"
 _SHARDS: Final = f"{_NONE}: distributed.strategy=fsdp2 shards weights and optimizer"
-_NO_PENALTY: Final = f"{_NONE}: rollout.top_p and rollout.top_k narrow the sampling"
+_NO_PENALTY: Final = f"{_NONE}: rollout.top_p, rollout.top_k and rollout.min_p narrow the sampling"
 _ALGORITHMS: Final = {
     "cispo": "flatpeak:algorithms/cispo",
     "dapo": "flatpeak:algorithms/dapo",
@@ -129,7 +129,7 @@ FOREIGN_NAMES: Final = {
     "micro_batch_size": _MEMORY,
     "micro_rollout_batch_size": "rollout.max_rows",
     "micro_train_batch_size": _MEMORY,
-    "min_p": _NO_PENALTY,
+    "min_p": "rollout.min_p",
     "model_name_or_path": "model.path",
     "multi_objective_aggregation": "advantage.function=gdpo",
     "n": "rollout.group_size",

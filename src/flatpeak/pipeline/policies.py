@@ -17,6 +17,7 @@ from flatpeak.policy.model import Policy
 from flatpeak.policy.precision import check_trainable, slow_dtype_notices
 from flatpeak.policy.reference import check_reference, snapshot
 from flatpeak.protocols import Progress, Task
+from flatpeak.rollout.config import VLLMConfig
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.checkpoints import broken_file, checkpoint_name
 from flatpeak.runs.directory import RunPaths
@@ -157,13 +158,11 @@ def recipe_notices(config: RunConfig, policy: Policy) -> list[str]:
     notices = slow_dtype_notices(policy.model)
     if policy.notice:
         notices.append(f"native engine not used: {policy.notice}; rollouts use generate, training pads")
-    if config.rollout.sampling().filtered:
+    if config.rollout.sampling().filtered and isinstance(config.rollout.engine, VLLMConfig):
         notices.append(
-            "rollout.top_p/top_k draw from a filtered distribution while the ratio is that of the full one: the "
-            "importance ratio is approximate"
+            "with rollout.top_p, top_k, min_p or min_new_tokens servers draw from fewer tokens than all and do not "
+            "tell which: the ratio is that of all tokens, and approximate"
         )
-    if config.rollout.min_new_tokens:
-        notices.append("rollout.min_new_tokens forbids early ends that the policy would draw: the ratio is approximate")
     if config.rollout.staleness and policy.below_float32 and not config.objective.sampler_correction.enabled:
         notices.append(
             "rollout.staleness=1 below float32: the previous policy's completions count as the present one's without "

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from flatpeak.distributed.ranks import ALONE, Ranks
+from flatpeak.functional.kept_tokens import ALL_BUT, KeptTokens
 from flatpeak.functional.weights import completion_weights
 from flatpeak.training.config import MinibatchOf
 from flatpeak.training.objective import SamplerStatistics, TokenStatistics
 from flatpeak.training.objective_config import Normalization
-from flatpeak.types import Batch, Group, PackedCompletions
+from flatpeak.types import Batch, Completion, Group, PackedCompletions
 
 Packed = TypeVar("Packed", bound=PackedCompletions)
 Statistics = TypeVar("Statistics", TokenStatistics, SamplerStatistics)
@@ -46,7 +47,8 @@ def collate(groups: Sequence[Group], valid_PG: Tensor, *, device: torch.device) 
         lengths_N=lengths_N,
         tokens_T=_flat([completion.token_ids for _, completion in kept], dtype=torch.int64, device=device),
         sequence_T=torch.arange(len(kept), device=device).repeat_interleave(lengths_N),
-        sampler_logprobs_T=_flat([completion.logprobs for _, completion in kept], dtype=torch.float32, device=device),
+        sampler_logprobs_T=_flat([_logprobs(one) for _, one in kept], dtype=torch.float32, device=device),
+        kept_T=_kept_tokens([one for _, one in kept], device),
         trained_T=_flat(
             [completion.trained or (True,) * len(completion.token_ids) for _, completion in kept],
             dtype=torch.bool,
@@ -216,6 +218,22 @@ def _padded_cuts(batch: PackedCompletions, token_budget: int) -> list[int]:
             cuts.append(index)
             longest = row
     return cuts
+
+
+def _logprobs(completion: Completion) -> Sequence[float]:
+    """The log-probabilities over the tokens that were drawn from, where the sampler tells which these were."""
+    if completion.kept is None or completion.filtered_logprobs is None:
+        return completion.logprobs
+    return completion.filtered_logprobs
+
+
+def _kept_tokens(completions: Sequence[Completion], device: torch.device) -> KeptTokens | None:
+    """The tokens that each token was drawn from; None where no sampler tells."""
+    if all(completion.kept is None for completion in completions):
+        return None
+    everything = (ALL_BUT,)
+    sets = [one for completion in completions for one in completion.kept or (everything,) * len(completion.token_ids)]
+    return KeptTokens.of(sets, device=device)
 
 
 def _flat(rows: Sequence[Sequence[float]], *, dtype: torch.dtype, device: torch.device) -> Tensor:
