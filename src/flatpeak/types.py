@@ -111,7 +111,7 @@ class Completion:
     """With `SamplingParams.filtered`: the log-probability under the filtered, renormalized distribution. Else None."""
     kept: tuple[TokenSet, ...] | None = field(default=None, compare=False, repr=False)
     """The ids of the tokens that each token was drawn from, or -1 and the ids of all others. Ratios are taken over
-    them. None where all were, or where the sampler does not tell."""
+    them. None where all were, or where it is not known."""
     trained: tuple[bool, ...] | None = None
     """Whether each token is trained on; None: all. The policy reads the others, and did not sample them."""
     weight_version: int | None = None

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from flatpeak.functional import importance_ratio
-from flatpeak.functional.kept_tokens import ALL_BUT, KeptTokens, listed
+from flatpeak.functional.kept_tokens import ALL_BUT, KeptTokens, list_sets
 from flatpeak.functional.logprobs import token_logprobs
 from flatpeak.pipeline.rollout_engines import PlainSampler
 from flatpeak.policy.model import Policy
@@ -140,7 +140,7 @@ def test_the_policy_gradient_of_a_truncated_policy_is_that_by_enumeration() -> N
 
 def test_sets_are_listed_by_the_shorter_side_and_read_back() -> None:
     kept_RV = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 1, 0, 1], [0, 1, 0, 1, 0], [1, 1, 1, 1, 1]]).bool()
-    sets = [one.tolist() for one in listed(kept_RV)]
+    sets = [one.tolist() for one in list_sets(kept_RV)]
     assert sets == [[0], [ALL_BUT, 3], [1, 3], [ALL_BUT]]
     read = KeptTokens.of(sets, device="cpu")
     assert torch.equal(read.mask(slice(None), 5), kept_RV)

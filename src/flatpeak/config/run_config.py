@@ -89,6 +89,11 @@ class RunConfig(StrictConfig):
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         advantage = self.advantage
+        if self.training.difficulty is not None and self.rollout.staleness:
+            raise ValueError(
+                "training.difficulty with rollout.staleness=1: the next questions depend on the rewards of this step, "
+                "which are not there when they are drawn ahead; set rollout.staleness=0 or training.difficulty=null"
+            )
         if self.kl.groups == "informative" and (self.objective.has_entropy or self.objective.token_weights.function):
             other = "an entropy term" if self.objective.has_entropy else "objective.token_weights"
             raise ValueError(

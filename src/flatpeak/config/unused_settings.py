@@ -166,6 +166,12 @@ RULES = (
         instead="kl.placement=reward_to_go",
     ),
     Rule(
+        choice="training.dynamic_sampling.max_resamples",
+        applies=lambda count: count == 0,
+        settings=("training.dynamic_sampling.pass_rate", "training.dynamic_sampling.min_std"),
+        instead="training.dynamic_sampling.max_resamples=3",
+    ),
+    Rule(
         choice="advantage.baseline",
         applies=lambda baseline: baseline == "none",
         settings=("training.dynamic_sampling.max_resamples",),

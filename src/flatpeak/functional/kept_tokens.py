@@ -35,10 +35,10 @@ class KeptTokens:
     def of(cls, sets: Sequence[TokenSet], *, device: torch.device | str) -> KeptTokens:
         """The sets of T tokens; one that begins with `ALL_BUT` lists the tokens that are not in it."""
         others = [len(one) > 0 and one[0] == ALL_BUT for one in sets]
-        shown = [np.asarray(one[1:] if other else one, np.int64) for one, other in zip(sets, others, strict=True)]
+        arrays = [np.asarray(one[1:] if other else one, np.int64) for one, other in zip(sets, others, strict=True)]
         return cls(
-            ids_K=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *shown])).to(device),
-            counts_T=torch.tensor([len(one) for one in shown], dtype=torch.int64, device=device),
+            ids_K=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *arrays])).to(device),
+            counts_T=torch.tensor([len(one) for one in arrays], dtype=torch.int64, device=device),
             others_T=torch.tensor(others, dtype=torch.bool, device=device),
         )
 
@@ -60,7 +60,7 @@ class KeptTokens:
         return replace(self, ids_K=ids_K, counts_T=counts_T, others_T=self.others_T[tokens])
 
     def index_select(self, dim: int, tokens: Tensor) -> KeptTokens:
-        """As a tensor's: the sets of these tokens."""
+        """The sets of these tokens, by the name that tensors have for it."""
         return self[tokens]
 
     def mask(self, rows: slice, vocabulary: int) -> Tensor:
@@ -72,13 +72,13 @@ class KeptTokens:
         return mask_CV
 
 
-def listed(kept_RV: Tensor) -> list[npt.NDArray[np.int32]]:
+def list_sets(kept_RV: Tensor) -> list[npt.NDArray[np.int32]]:
     """Each row's set of tokens as `KeptTokens.of` reads it, by the tokens in it or by the others."""
     counts_R = kept_RV.sum(-1)
     others_R = counts_R * 2 > kept_RV.shape[-1]
-    shown_RV = kept_RV ^ others_R[:, None]
-    ids = shown_RV.nonzero()[:, 1].int().cpu().numpy()
-    chunks = np.split(ids, shown_RV.sum(-1).cumsum(0).cpu().numpy()[:-1])
+    fewer_RV = kept_RV ^ others_R[:, None]
+    ids = fewer_RV.nonzero()[:, 1].int().cpu().numpy()
+    chunks = np.split(ids, fewer_RV.sum(-1).cumsum(0).cpu().numpy()[:-1])
     begin = np.array([ALL_BUT], np.int32)
     return [
         np.concatenate([begin, one]) if other else one.copy()

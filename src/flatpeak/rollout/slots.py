@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flatpeak.errors import DIVERGED, DivergedError, UserError
-from flatpeak.functional.kept_tokens import TokenSet, listed
+from flatpeak.functional.kept_tokens import TokenSet, list_sets
 from flatpeak.protocols import Decoder
 from flatpeak.rollout.cuda_graphs import GraphedStep
 from flatpeak.rollout.randomness import uniforms
@@ -124,7 +124,7 @@ class CompletionBuffer:
         if self._filtered_NT is not None and drawn.filtered_logprobs_R is not None:
             self._filtered_NT.view(-1).index_copy_(0, index_R, drawn.filtered_logprobs_R)
         if drawn.kept_RV is not None:
-            for completion, kept in zip(completion_R.tolist(), listed(drawn.kept_RV), strict=True):
+            for completion, kept in zip(completion_R.tolist(), list_sets(drawn.kept_RV), strict=True):
                 self._kept[completion].append(kept)
         lengths_R = drawn_R + 1
         stopped_R = is_end_of_sequence(drawn.tokens_R, self._eos_K)

@@ -221,14 +221,14 @@ def _padded_cuts(batch: PackedCompletions, token_budget: int) -> list[int]:
 
 
 def _logprobs(completion: Completion) -> Sequence[float]:
-    """The log-probabilities over the tokens that were drawn from, where the sampler tells which these were."""
+    """The log-probabilities over the tokens that were drawn from, where these are known."""
     if completion.kept is None or completion.filtered_logprobs is None:
         return completion.logprobs
     return completion.filtered_logprobs
 
 
 def _kept_tokens(completions: Sequence[Completion], device: torch.device) -> KeptTokens | None:
-    """The tokens that each token was drawn from; None where no sampler tells."""
+    """The tokens that each token was drawn from; None where they are not known."""
     if all(completion.kept is None for completion in completions):
         return None
     everything = (ALL_BUT,)

@@ -14,6 +14,7 @@ from flatpeak.utils.schema import StrictConfig
 __all__ = [
     "AdvantageConfig",
     "CurriculumConfig",
+    "DifficultyConfig",
     "DynamicSamplingConfig",
     "KLConfig",
     "MinibatchOf",
@@ -72,6 +73,20 @@ class DynamicSamplingConfig(StrictConfig):
 
     max_resamples: Annotated[int, Field(ge=0)] = 0
     """The most further rounds of rollouts that a step may draw; 0 is off. Groups that are not replaced by then stay."""
+    pass_rate: tuple[float, float] | None = None
+    """Also replace groups whose pass rate, or mean reward where nothing says right or wrong, is outside of this band.
+    null: no band."""
+    min_std: Annotated[float, Field(ge=0)] = 0.0
+    """Also replace groups whose rewards have a smaller standard deviation than this; for rewards of any size."""
+
+
+class DifficultyConfig(StrictConfig):
+    """Questions that were too easy or too hard the last time are passed over, but for some of them."""
+
+    pass_rate: tuple[float, float] = (0.1, 0.9)
+    """The band of pass rates, or mean rewards where nothing says right or wrong, of questions that are asked again."""
+    keep: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """The share of the other questions that is asked all the same, to see whether they have changed."""
 
 
 class StopWhenConfig(StrictConfig):
@@ -135,6 +150,8 @@ class TrainingConfig(StrictConfig):
     """An update whose gradient is NaN or infinite is skipped; after this many in a row a run (SFT and reward models
     included) ends as failed."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    difficulty: DifficultyConfig | None = None
+    """Choose questions by their last pass rates; null: every question once in each pass over the data."""
     stop_at: Annotated[float, Field(gt=0, le=1)] | None = None
     """Stop once `evaluation.metric` reaches this in an evaluation; null: do not."""
     stop_when: StopWhenConfig | None = None

@@ -82,6 +82,14 @@ def informative(rewards_PG: Tensor, valid_PG: Tensor) -> Tensor:
     return (valid_PG.sum(dim=1) >= 2) & (highest != lowest)
 
 
+def deviations(rewards_PG: Tensor, valid_PG: Tensor) -> Tensor:
+    """float32 [P]: the standard deviation of each group's valid rewards, unbiased; 0 for fewer than two."""
+    count_P1 = valid_PG.sum(-1, keepdim=True)
+    mean_P1 = (rewards_PG * valid_PG).sum(-1, keepdim=True) / count_P1.clamp(min=1)
+    squares_P = ((rewards_PG - mean_P1) * valid_PG).square().sum(-1)
+    return (squares_P / (count_P1[:, 0] - 1).clamp(min=1)).sqrt()
+
+
 def kl_to_go_T(completions: PackedCompletions, logprobs_T: Tensor, kl: KLConfig) -> Tensor:
     """coefficient * sum_{s >= t} discount^(s - t) KL_s(policy, reference) of each token, float32 [T].
 

@@ -19,7 +19,7 @@ from flatpeak.protocols import Sampler
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.training.batch import collate, minibatches, of_first_tokens, per_token, take
-from flatpeak.training.collect import Rollouts, collect, rollout_seed
+from flatpeak.training.collect import Rollouts, collect, pass_rates, rollout_seed
 from flatpeak.training.config import TrainingConfig
 from flatpeak.training.curriculum import Phase, Progression, take_prompts
 from flatpeak.training.history import SequenceWeightMonitor
@@ -29,6 +29,7 @@ from flatpeak.training.recorder import SAMPLER_STATE, Recorder
 from flatpeak.training.reward_tensors import (
     Advantages,
     RewardTensors,
+    deviations,
     informative,
     kl_penalty_N,
     kl_to_go_T,
@@ -138,8 +139,11 @@ class Trainer(StageTrainer):
                 # Without a baseline a group of equal rewards has a gradient like any other.
                 max_resamples=resamples if self.group_advantages.compare_groups(rollout.group_size) else 0,
                 greedy="greedy_P" in self.group_advantages.asks,
+                skips=progression.skips(self.config.training.difficulty, seed=self.seed),
             )
         progression.cursors[progression.phase] = rollouts.cursor
+        if self.config.training.difficulty is not None:
+            progression.rates |= rollouts.rates
         return rollouts
 
     def next_rollouts(self, step: int) -> AbstractContextManager[None]:
@@ -163,7 +167,12 @@ class Trainer(StageTrainer):
     def has_signal(self, groups: Sequence[Group], scores: Scores) -> list[bool]:
         """Whether each group has a policy gradient, by the rewards as trained, before a KL penalty in them."""
         rewards = self.reward_tensors(groups, scores)
+        rule, phase = self.config.training.dynamic_sampling, self.phases[self.progression.phase]
         signal_P = informative(rewards.rewards_PG, rewards.valid_PG) & rewards.trained_PG.any(dim=1)
+        signal_P &= deviations(rewards.rewards_PG, rewards.valid_PG) >= rule.min_std
+        if rule.pass_rate is not None:
+            rates_P = torch.tensor(pass_rates(phase, scores))
+            signal_P &= (rates_P >= rule.pass_rate[0]) & (rates_P <= rule.pass_rate[1])
         return [bool(signal) for signal in signal_P]
 
     def pack(self, groups: Sequence[Group], rewards: RewardTensors) -> PackedCompletions:
@@ -285,4 +294,6 @@ class Trainer(StageTrainer):
             stage["resets"], reference, reference=self.reference, policy=self.learner.policy
         )
         self.learner.objective = self.learner.objective.loaded(stage)
-        self.progression = Progression(phase=stage["phase"], phase_steps=stage["phase_steps"], cursors=stage["cursors"])
+        self.progression = Progression(
+            **{name: stage[name] for name in ("phase", "phase_steps", "cursors", "rates") if name in stage}
+        )
