@@ -187,7 +187,10 @@ def test_files_named_in_prose_exist(path: Path) -> None:
 
 def test_recipes_that_are_named_exist() -> None:
     named = {
-        (path.name, name) for path in [*TEXTS, *SOURCES] for name in re.findall(r"\bflatpeak:[a-z_][\w/]*", read(path))
+        (path.name, name)
+        for path in [*TEXTS, *SOURCES]
+        if path.name != "mistakes.md"
+        for name in re.findall(r"\bflatpeak:[a-z_][\w/]*", read(path))
     }
     assert len(named) > 30
     known = set(shipped_recipes())

@@ -87,6 +87,9 @@ class Sampler:
     def stop_when(self, stopping: Callable[[], bool]) -> None:
         """Make waits for servers or processes raise StoppedError once `stopping()` is true."""
 
+    def announce_with(self, notice: Callable[[str], None]) -> None:
+        """Give notices of servers that are waited for."""
+
     def halve_with(self, halvings: Any) -> None:
         """Draw fewer completions at once where memory runs out; `halvings`: the run's out_of_memory.Halvings."""
 
@@ -132,6 +135,10 @@ class WrappedSampler(Sampler):
     def stop_when(self, stopping: Callable[[], bool]) -> None:
         """Make the wrapped sampler stop waiting once `stopping()` is true."""
         self.sampler.stop_when(stopping)
+
+    def announce_with(self, notice: Callable[[str], None]) -> None:
+        """Let the wrapped sampler give notices."""
+        self.sampler.announce_with(notice)
 
     def halve_with(self, halvings: Any) -> None:
         """Let the wrapped sampler draw fewer completions at once where memory runs out."""

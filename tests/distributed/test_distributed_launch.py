@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -87,9 +88,14 @@ def test_the_ranks_of_a_killed_launcher_end_with_it(tmp_path):
 def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
     """By how one of two processes ends: the launcher's exit code, its messages, its seconds."""
     script: Path = tmp_path_factory.mktemp("launch") / "rank.py"
+    temporary = tmp_path_factory.mktemp("temporary")
     script.write_text(RANK)
-    done = subprocess.run([sys.executable, "-c", LAUNCHER, str(script)], capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCHER, str(script)],
+        env=os.environ | {"TMPDIR": str(temporary)}, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
     assert done.stderr == ""
+    assert list(temporary.iterdir()) == []
     return json.loads(done.stdout)
 
 

@@ -12,17 +12,11 @@ import pytest
 from safetensors.torch import load_file
 
 from support.distributed_runs import completions, largest_gap, recipe, rows, train, trainer_tensors, weights
-from support.vllm_server import Call, Fault, VLLMServer
+from support.vllm_server import Call, Fault, VLLMServer, size_of_weights
 
 pytestmark = pytest.mark.slow
 
 Case = Literal["all weights", "adapters, drawn ahead"]
-
-
-def size_of_weights(directory: Path) -> float:
-    """A log-probability that says which weights a server has: less the mean size of all of their numbers."""
-    tensors = [tensor for file in sorted(directory.glob("*.safetensors")) for tensor in load_file(file).values()]
-    return -sum(float(tensor.double().abs().sum()) for tensor in tensors) / sum(tensor.numel() for tensor in tensors)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ import flatpeak
 from flatpeak.errors import UserError
 from flatpeak.pipeline import run_components, train_reward_model
 from flatpeak.types import Example, Group
-from support.commands import command, without
+from support.commands import without
 from support.reward_functions import asks_for_a_column, length, not_a_number, raises, wrong_length
 from support.runs import Finished, MakeModel, Recipe, Train
 
@@ -216,16 +216,6 @@ def test_the_command_line_says_a_bad_key_in_one_line_before_torch_is_imported(re
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "did you mean optimizer.learning_rate" in done.stderr
-    assert not (tmp_path / "runs").exists()
-
-
-def test_the_command_line_says_missing_data_in_one_line(recipe: Recipe, tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe(task=rows(str(tmp_path / "nowhere.jsonl")))))
-    done = command("train", "r.yaml", cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    assert "nowhere.jsonl" in done.stderr
     assert not (tmp_path / "runs").exists()
 
 

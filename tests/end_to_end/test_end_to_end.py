@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import flatpeak
+from flatpeak.errors import RunError
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.rollout_log import read_rollouts
 from flatpeak.training.sft import SFTTrainer
@@ -164,13 +165,17 @@ def test_missing_rewards_leave_the_groups_statistics_and_the_loss(recipe: Recipe
         assert [line["advantage"] for line in group[1:]] == pytest.approx(by_hand.tolist(), abs=1e-4)
 
 
-def test_a_step_whose_rewards_are_all_missing_changes_nothing(recipe: Recipe, train: Train) -> None:
-    result = train(recipe(optimizer=SGD, kl={"coefficient": 0.1}), reward=lambda completion: None)
-    rows = [row for row in read_metrics(result.path / "metrics.jsonl") if row["stage"] == "train"]
+def test_steps_whose_rewards_are_all_missing_change_nothing_and_the_run_fails(
+    recipe: Recipe, train: Train, tmp_path: Path
+) -> None:
+    with pytest.raises(RunError, match=r"^no completion of 2 steps had a reward, so nothing was learned"):
+        train(recipe(optimizer=SGD, kl={"coefficient": 0.1}), reward=lambda completion: None)
+    run = tmp_path / "runs" / "tiny"
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if row["stage"] == "train"]
     assert [(row["reward/mean"], row["reward/missing_fraction"], row["optimizer/updates"]) for row in rows] == [
         (None, 1.0, 0.0)
     ] * 2
-    assert same(checkpoint(result, 0), checkpoint(result, 2))
+    assert same(*(weights(run / "checkpoints" / f"step_00000{step}") for step in (0, 2)))
 
 
 def test_a_second_epoch_sees_the_updated_weights(recipe: Recipe, train: Train, watch: Watch) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flatpeak.config.load import parse_config
+from flatpeak.config.load import merge, parse_config
 from flatpeak.errors import UserError
 from flatpeak.policy.model import Policy
+from flatpeak.training.history import CompletedStep
 from flatpeak.training.learner import Learner
-from support.fuzz import Verdict, draw, examine, from_yaml, to_yaml
-from support.fuzz_cases import TINY, Case
+from support.fuzz import FUNCTIONS, Verdict, draw, examine, from_yaml, run_whole, to_yaml
+from support.fuzz_cases import MOMENTS, TINY, Case, Stop
 
 COUNT = 20
 PLAIN = Case(
@@ -32,8 +34,7 @@ PLAIN = Case(
     },
     long_prompt=None,
     reward="parity",
-    stop=("train", 2),
-    kill=False,
+    stops=(Stop(where="train", at=2, kill=False),),
 )
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
@@ -74,6 +75,22 @@ def test_moments_that_a_resume_loses_are_noticed(tmp_path: Path, monkeypatch: py
     verdict = examine(PLAIN, tmp_path)
     assert verdict.kind == "failed"
     assert verdict.detail.startswith("resumed run differs in")
+
+
+def test_a_step_that_is_saved_half_done_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CompletedStep, "intact", lambda *_, **__: True)
+    recipe = merge(PLAIN.recipe, {"run": {"checkpoint_every": 0}, "training": {"minibatches": 2}})
+    # The sixth of eight updates is the second of its step.
+    stops = (Stop(where="update", at=0.65, kill=False),)
+    verdict = examine(replace(PLAIN, recipe=recipe, stops=stops), tmp_path)
+    assert verdict.kind == "failed"
+    assert verdict.detail.startswith("resumed run differs in")
+
+
+def test_every_moment_comes_in_a_plain_run(tmp_path: Path) -> None:
+    _, calls = run_whole(PLAIN, tmp_path)
+    assert set(MOMENTS) == FUNCTIONS.keys()
+    assert min(calls.values()) > 1
 
 
 def test_a_training_pass_at_another_temperature_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

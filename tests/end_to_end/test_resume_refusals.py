@@ -129,6 +129,24 @@ def test_a_run_that_goes_on_with_another_engine_says_so(
     )
 
 
+def test_a_run_that_goes_on_on_another_processor_says_so(
+    recipe: Recipe, train: Train, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SETTING, "torch")  # whose name is the same on every processor
+    train(recipe(), reward=odd)
+    same, other = watch(), watch()
+    train(recipe(training={"steps": 3}), reward=odd, resume=True, progress=same)
+    had = torch.backends.cpu.get_cpu_capability()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
+    train(recipe(training={"steps": 4}), reward=odd, resume=True, progress=other)
+    messages = [[notice for notice in watcher.notices if "in place of" in notice] for watcher in (same, other)]
+    assert messages[0] == []
+    (notice,) = messages[1]
+    assert notice.startswith(f"the run goes on with torch {torch.__version__} on ")
+    assert "(another) in place of torch" in notice
+    assert f"({had}): from here on its results may differ in their last bits" in notice
+
+
 def test_a_run_that_goes_on_with_other_kernels_says_so(
     recipe: Recipe, train: Train, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import random
@@ -11,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from flatpeak.policy.model import Policy
 from flatpeak.rollout.slots import CompletionBuffer, DecodeSlots
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.training.optimizer import BaseLearner
-from support.resumes import TIMES, Judge, MakeRun, Whole, assert_same
-from support.runs import Recipe, Train
+from support.resumes import TIMES, CountedCalls, Judge, MakeRun, Whole, assert_same
+from support.runs import Recipe, Send, Train, Watch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -70,23 +70,6 @@ COMBINED: dict[str, dict[str, Any]] = {
 """Sections of runs whose updates or checkpoints hold more than weights and AdamW's states."""
 
 
-class Signalled:
-    """Calls of a moment's function, of which one is sent a signal."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, moment: Moment, *, at: int = 0, number: int = 0) -> None:
-        self.calls = 0
-        plain = getattr(moment.owner, moment.name)
-
-        @functools.wraps(plain)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            if self.calls == at:
-                os.kill(os.getpid(), number)
-            return plain(*args, **kwargs)
-
-        monkeypatch.setattr(moment.owner, moment.name, counted)
-
-
 @pytest.fixture
 def stop_and_resume(make_run: MakeRun, whole: Whole) -> Callable[..., int]:
     """`stop_and_resume(name, share, number)`: a run that gets a signal after this share of a moment's calls.
@@ -100,11 +83,13 @@ def stop_and_resume(make_run: MakeRun, whole: Whole) -> Callable[..., int]:
         sections = {"rollout": {"engine": moment.engine}}
         expected, run = whole(**sections), make_run(**sections)
         with pytest.MonkeyPatch.context() as patch:
-            counted = Signalled(patch, moment)
+            counted = CountedCalls(patch, (moment.owner, moment.name))
             make_run("counted", **sections).start(overwrite=True)
-        at = 1 + int(share * counted.calls)
+        at = 1 + int(share * counted.count)
         with pytest.MonkeyPatch.context() as patch:
-            signalled = Signalled(patch, moment, at=at, number=number)
+            signalled = CountedCalls(
+                patch, (moment.owner, moment.name), at=at, action=partial(os.kill, os.getpid(), number)
+            )
             stopped = run.start(overwrite=True)
         assert (stopped.exit_code, stopped.summary.status) == (128 + number, "stopped")
         steps = [row for row in read_metrics(run.path / "metrics.jsonl") if row["stage"] != "eval"]
@@ -113,7 +98,7 @@ def stop_and_resume(make_run: MakeRun, whole: Whole) -> Callable[..., int]:
         else:
             assert stopped.summary.last_step == (steps[-1]["step"] if steps else 0)
         assert_same(run.go_on(), expected)
-        return signalled.calls - at
+        return signalled.count - at
 
     return check
 
@@ -140,15 +125,29 @@ def test_a_signal_at_a_layer_of_an_update_loses_nothing(make_run: MakeRun, whole
     expected = whole(**sections)
     moment = Moment(owner=BaseLearner, name="_before_layer", left=0)
     with pytest.MonkeyPatch.context() as patch:
-        counted = Signalled(patch, moment)
+        counted = CountedCalls(patch, (moment.owner, moment.name))
         make_run("counted", **sections).start(overwrite=True)
     run = make_run(**sections)
     for shares, resume in (((0.2, 0.5), False), ((0.1, 0.3), True)):
-        at = 1 + int(chance.uniform(*shares) * counted.calls)
+        at = 1 + int(chance.uniform(*shares) * counted.count)
         with pytest.MonkeyPatch.context() as patch:
-            Signalled(patch, moment, at=at, number=signal.SIGTERM)
+            CountedCalls(
+                patch, (moment.owner, moment.name), at=at, action=partial(os.kill, os.getpid(), signal.SIGTERM)
+            )
             assert run.start(resume=resume).exit_code == 128 + signal.SIGTERM
     assert_same(run.go_on(), expected)
+
+
+def test_a_signal_leaves_no_time_for_the_report(
+    recipe: Recipe, train: Train, watch: Watch, send: Send, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its charts take longer to draw than anything else between the signal and the end."""
+    written: list[Path] = []
+    monkeypatch.setattr("flatpeak.pipeline.lifecycle.write_report", written.append)
+    stopped = train(recipe(), progress=watch({("train", 1): send(signal.SIGTERM)}))
+    assert (stopped.exit_code, written) == (143, [])
+    assert train(recipe(), resume=True).exit_code == 0
+    assert written == [stopped.path]
 
 
 SLEEPING = """

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from flatpeak.rollout.engine import NativeEngine
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.types import Group, Prompt, SamplingParams
 from flatpeak.utils import child_process
+from flatpeak.utils.scratch import ScratchDirectory
 from support.reward_functions import first_token
 from support.runs import Recipe, Watcher
 
@@ -86,9 +86,10 @@ def test_a_second_process_draws_as_a_copy_of_the_policy_and_one_step_behind(
     directories = []
     start = RolloutProcess._start
 
-    def recorded(process: RolloutProcess) -> Path:
-        directories.append(start(process))
-        return directories[-1]
+    def recorded(process: RolloutProcess) -> ScratchDirectory:
+        scratch = start(process)
+        directories.append(scratch.path)
+        return scratch
 
     monkeypatch.setattr(RolloutProcess, "_start", recorded)
     files = list[str]()
@@ -186,7 +187,7 @@ def test_a_process_that_is_lost_ends_the_run_with_one_error(
     config = stale()
     with pytest.raises(RunError, match=message):
         train(config, reward=first_token)
-    assert made[0]._directory is None  # its files are deleted
+    assert made[0]._scratch is None  # its files are deleted
     assert made[0]._child is None
     monkeypatch.setattr(samplers, "RolloutProcess", Inline)
     assert train(config, reward=first_token, overwrite=True).exit_code == 0

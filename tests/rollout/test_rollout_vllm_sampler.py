@@ -365,7 +365,10 @@ def test_a_server_that_is_replaced_within_a_step_unnoticed_contributes_no_stale_
         assert sampler.measured()["rollout/stale_completions"] == 3
 
 
-def test_a_server_that_dies_within_a_step_is_waited_for(sample, honest):
+def test_a_server_that_dies_within_a_step_is_waited_for_and_a_notice_says_so(sample, honest, monkeypatch):
+    monkeypatch.setattr("flatpeak.rollout.vllm.server_pool.ANNOUNCED_AFTER", 0.1)
+    said: list[str] = []
+
     def script(call: Call) -> Fault | None:
         if call.path.endswith("generate") and call.earlier == 2:
             threading.Thread(target=restart).start()
@@ -374,14 +377,19 @@ def test_a_server_that_dies_within_a_step_is_waited_for(sample, honest):
 
     def restart() -> None:
         server.stop()
-        time.sleep(0.3)
+        time.sleep(1.0)
         server.start()
 
     with VLLMServer(script) as server:
-        groups = draw(sample(server, max_concurrency=1))
+        sampler = sample(server, max_concurrency=1)
+        sampler.announce_with(said.append)
+        groups = draw(sampler)
         assert tokens(groups) == honest
         assert logprobs(groups) == {-0.5}
         assert server.paths() == UPDATE * 2
+        (notice,) = said
+        assert notice.startswith(f"no server can be used ({server.url}: ")
+        assert notice.endswith("): waiting up to 10 s for one")
 
 
 def test_other_servers_do_the_work_of_one_that_died(sample, honest):

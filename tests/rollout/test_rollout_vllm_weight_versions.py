@@ -1,5 +1,9 @@
 """Weights as files: a directory per version, whole or absent, and a new one exactly where the weights have changed."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -10,6 +14,7 @@ from flatpeak.rollout.vllm.weight_versions import KEPT, WeightFiles, WeightVersi
 from support.architectures import ARCHITECTURES, architecture_model
 from support.models import letter_tokenizer, tiny_model
 from support.vllm_server import ScriptedPolicy, read_weights
+from support.workers import TESTS
 
 
 def test_a_change_of_one_bit_makes_a_new_version_and_nothing_else_does(tmp_path):
@@ -84,6 +89,32 @@ def test_old_versions_are_deleted_and_at_the_end_all(tmp_path):
     assert [version.path.exists() for version in versions] == [False] * (4 - KEPT) + [True] * KEPT
     files.close()
     assert list(tmp_path.iterdir()) == []
+
+
+KILLED = """
+import os, signal, sys
+from flatpeak.rollout.vllm.weight_versions import WeightFiles, WeightVersions
+from support.vllm_server import ScriptedPolicy
+policy = ScriptedPolicy()
+versions = WeightVersions(policy, WeightFiles(policy, sys.argv[1]))
+versions.current()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_next_trainer_deletes_the_weights_of_a_killed_one_and_no_others(tmp_path):
+    policy = ScriptedPolicy()
+    versions = WeightVersions(policy, WeightFiles(policy, str(tmp_path)))
+    mine = versions.current().path.parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=environment, check=False)
+    (left,) = set(tmp_path.iterdir()) - {mine}
+    assert any(left.iterdir())
+    files = WeightFiles(policy, str(tmp_path))
+    assert not left.exists()
+    assert any(mine.iterdir())
+    files.close()
+    versions.close()
 
 
 def test_the_first_version_of_a_new_process_has_another_name_than_any_before(tmp_path):

@@ -92,6 +92,20 @@ def test_answers_of_evaluations_lose_secrets_and_keep_scores_and_ordinary_texts(
     ]
 
 
+def test_the_answers_of_an_evaluation_are_searched_for_secrets_in_one_call(tmp_path, monkeypatch):
+    calls = []
+
+    def counted(value, **settings):
+        calls.append(value)
+        return value
+
+    monkeypatch.setattr(rollout_log, "redact", counted)
+    rows = [{"id": str(number), "text": "4", "rewards": {"secret": 1.0}, "reward": 1.0} for number in range(9)]
+    write_answers(tmp_path / "train_000001.jsonl", rows)
+    assert read_rollouts(tmp_path / "train_000001.jsonl") == rows
+    assert len(calls) == 1
+
+
 def test_later_steps_and_half_written_files_are_forgotten(tmp_path):
     for name in ("step_000001.jsonl", "step_000002.jsonl", "step_000010.jsonl", ".tmp-step_000011.jsonl", "notes.txt"):
         (tmp_path / name).write_text("")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-STEPS = 4
-SFT_STEPS = 2
+from support import fuzz_sections as sections
+from support.fuzz_sections import FILES, STEPS, maybe
+
 TINY = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -38,8 +39,27 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "stablelm": {**TINY, "num_key_value_heads": 2},
 }
 """Every family that the native engine serves, and two that fall back to `generate`."""
-NORMALIZATIONS = ("sequence_mean", "constant", "token_mean", "longest", "sequence_sum")
-REWARDS = ("parity", "length", "dead", "seldom", "missing")
+REWARDS = ("parity", "length", "dead", "seldom", "missing", "recipe")
+MOMENTS = ("sampling", "pass", "layer", "update", "evaluation", "save", "files", "link", "log")
+SUMS = {"type": "arithmetic", "max_value": 9, "train_size": 12, "test_size": 4}
+PRODUCTS = {**SUMS, "operators": ["*"]}
+ROWS = {
+    "type": "rows",
+    "train": [{"path": f"{FILES}/rows.jsonl", "rationale": "answer"}],
+    "test_fraction": 0.3,
+    "bad_rows": "skip",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """Where a run ends early: after a step of a stage, or within the calls of one of `fuzz.FUNCTIONS`."""
+
+    where: str
+    at: float
+    """The step, or the share of the calls that an uninterrupted run makes."""
+    kill: bool
+    """Without a word, instead of by a signal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,61 +69,159 @@ class Case:
     seed: str
     recipe: dict[str, Any]
     long_prompt: int | None
-    """One question of so many characters among short ones; None: generated sums."""
+    """One question of so many characters among short ones; None: the recipe's task."""
     reward: str
-    stop: tuple[str, int]
-    """Stage and step after which the run ends early."""
-    kill: bool
-    """Without a word, instead of by a signal."""
+    """How `fuzz.Scorer` scores; recipe: the recipe's rewards do."""
+    stops: tuple[Stop, ...]
+    """The ends of the first start, and of the one after it."""
+    base: dict[str, Any] | None = None
+    """The section `model` of a model that is saved first, for adapters of it."""
+    memory: tuple[str, int] | None = None
+    """What does not fit: micro-batches of more tokens, or more rows."""
 
 
-def draw(seed: str) -> Case:
-    """The case of this seed, the same on every machine."""
+def draw(seed: str, model: str | None = None) -> Case:
+    """The case of this seed, the same on every machine; a `model` in a file is trained little."""
     rng = random.Random(seed)
-    new_tokens = rng.choice([1, 2, 4, 9, 24])
-    long_prompt = rng.choice([None, None, 9, 60, 200])
-    sft = rng.random() < 0.3
-    advantage, rollout = _advantage(rng), _rollout(rng, new_tokens)
+    new_tokens = rng.choice([4, 8]) if model else rng.choice([1, 2, 4, 9, 24])
+    long_prompt = None if model else rng.choice([None, None, None, 9, 60, 200])
+    steps = 3 if model else STEPS
+    has_sft, adapters = rng.random() < 0.3, rng.random() < (0.5 if model else 0.15)
+    advantage, rollout = sections.advantage(rng), _rollout(rng, new_tokens)
+    reward = rng.choice(REWARDS)
     recipe = {
-        "run": {"name": "fuzz", "seed": rng.randrange(1000), "checkpoint_every": rng.choice([0, 1, 2])},
+        "run": _run(rng),
         "model": _model(rng, context=(long_prompt or 6) + new_tokens + rng.choice([0, 1, 40])),
         "rollout": rollout,
         "advantage": advantage,
-        "objective": _objective(rng, new_tokens),
-        "optimizer": _optimizer(rng),
-        "training": _training(rng, groups=rollout["prompts_per_step"], baseline=advantage["baseline"] != "none"),
-        "evaluation": {
-            "every": rng.choice([0, 2]),
-            "metric": "reward",
-            "samples": rng.choice([0, 2]),
-            "size": rng.choice([None, 1]),
-        },
+        "objective": sections.objective(rng, new_tokens),
+        "optimizer": sections.optimizer(rng),
+        "training": sections.training(
+            rng, groups=rollout["prompts_per_step"], baseline=advantage.get("baseline") != "none"
+        ),
+        "evaluation": _evaluation(rng, reward),
     }
     if long_prompt is None:
-        recipe["task"] = {"type": "arithmetic", "max_value": 9, "train_size": 12, "test_size": 4}
-        if rng.random() < 0.3:
-            recipe["curriculum"] = _curriculum(rng)
+        recipe |= _tasks(rng)
     elif rng.random() < 0.3:
         recipe["prompt"] = {"max_tokens": rng.choice([4, 30]), "overlong": rng.choice(["drop", "truncate_left"])}
+    if reward == "recipe":
+        recipe["rewards"] = _rewards(rng)
     if rng.random() < 0.5:
-        recipe |= _reference(rng)
+        recipe |= sections.reference(rng)
     if rng.random() < 0.4:
-        recipe["gradient_regularization"] = _regularization(rng, dtype=recipe["model"]["dtype"])
-    if sft:
-        recipe["sft"] = _sft(rng)
-    stages = [("train", step) for step in range(1, STEPS)] + [("sft", 1)] * sft
-    return Case(
+        recipe["gradient_regularization"] = sections.regularization(
+            rng, dtype=recipe["model"]["dtype"], adapters=adapters
+        )
+    if has_sft:
+        recipe["sft"] = sections.sft(rng)
+    base = recipe["model"] if adapters else None
+    if base:
+        recipe["model"] = {"path": f"{FILES}/base", "device": "cpu", "dtype": base["dtype"], **_adapters(rng)}
+    memory = rng.choice([("tokens", 3), ("tokens", 12), ("rows", 2)]) if rng.random() < 0.12 else None
+    case = Case(
         seed=seed,
         recipe=recipe,
         long_prompt=long_prompt,
-        reward=rng.choice(REWARDS),
-        stop=rng.choice(stages),
-        kill=rng.random() < 0.4,
+        reward=reward,
+        stops=_stops(rng, sft=has_sft, steps=steps, at_steps=memory is not None),
+        base=base,
+        memory=memory,
     )
+    return case if model is None else _of_model(case, model, steps=steps)
 
 
-def _maybe(rng: random.Random, chance: float, section: dict[str, Any]) -> dict[str, Any]:
-    return section if rng.random() < chance else {}
+def _of_model(case: Case, model: str, *, steps: int) -> Case:
+    """The same of a real model, with few rollouts and without what takes long."""
+    recipe = case.recipe
+    recipe["model"] = {**{key: value for key, value in recipe["model"].items() if key != "new"}, "path": model}
+    recipe["rollout"] |= {"prompts_per_step": 2, "group_size": 2}
+    recipe["training"] |= {"steps": steps, "minibatches": min(2, recipe["training"]["minibatches"])}
+    recipe["optimizer"]["learning_rate"] /= 100
+    recipe["evaluation"] |= {"size": 1, "final_size": 1}
+    recipe["evaluation"].pop("sharpness", None)
+    if "gradient_regularization" in recipe:
+        recipe["gradient_regularization"] |= {"difference": "forward"}
+    if "curriculum" in recipe:
+        recipe["curriculum"]["steps"] = min(2, recipe["curriculum"]["steps"])
+    if "sft" in recipe:
+        recipe["sft"] |= {"steps": 1, "batch_size": 2}
+    return replace(case, base=None)
+
+
+def _stops(rng: random.Random, *, sft: bool, steps: int, at_steps: bool) -> tuple[Stop, ...]:
+    """One or two; where memory runs out, the step in which it does is not left in the middle by a signal.
+
+    That step's checkpoint would have the smaller micro-batches, and the same step again other last bits.
+    """
+    stages = [("train", step) for step in range(1, steps)] + [("sft", 1)] * sft
+    stops = []
+    for share in (0.9, 0.5)[: 1 + (rng.random() < 0.3)]:
+        where, at = rng.choice(stages) if rng.random() < 0.4 else (rng.choice(MOMENTS), share * rng.random())
+        kill = rng.random() < 0.4 or (at_steps and where in MOMENTS)
+        stops.append(Stop(where=where, at=at, kill=kill))
+    return tuple(stops)
+
+
+def _run(rng: random.Random) -> dict[str, Any]:
+    return {
+        "name": "fuzz",
+        "seed": rng.randrange(1000),
+        "checkpoint_every": rng.choice([0, 1, 2]),
+        "keep_checkpoints": rng.choice([1, 2]),
+        "log_rollouts_every": rng.choice([1, 1, 2]),
+        "grading_timeout": 60.0,
+    }
+
+
+def _evaluation(rng: random.Random, reward: str) -> dict[str, Any]:
+    samples = rng.choice([0, 2])
+    metrics = ["reward", "reward", "accuracy", *(["pass@2", "sampled/reward"] if samples else [])]
+    section = {
+        "every": rng.choice([0, 1, 2]),
+        "metric": rng.choice([*metrics, "spread"] if reward == "recipe" else metrics),
+        "samples": samples,
+        "k": [1, 2] if samples else [1],
+        "size": rng.choice([None, 1]),
+        **maybe(rng, 0.2, {"final_size": 2}),
+        **maybe(rng, 0.08, {"sharpness": _sharpness(rng)}),
+        **maybe(rng, 0.2, {"sets": {"large": {**SUMS, "min_value": 10, "max_value": 19, "test_size": 2}}}),
+    }
+    return section | maybe(rng, 0.1 * (samples > 0), {"greedy": False, "metric": "sampled/reward"})
+
+
+def _sharpness(rng: random.Random) -> dict[str, Any]:
+    return {"radii": [0.3], "draws": 1, "size": 2, "samples": 2, "eigenvalue": rng.random() < 0.3}
+
+
+def _rewards(rng: random.Random) -> dict[str, Any]:
+    """Parts that are graded by rules, in this process and in workers."""
+    name = rng.choice(["one", "all", "group"])
+    return {
+        "correctness": {"type": "number"},
+        "spread": {"type": "function", "function": f"{FILES}/functions.py:{name}"},
+        **maybe(rng, 0.5, {"brevity": {"type": "length", "target": 1, "limit": 5, "weight": -0.2}}),
+    }
+
+
+def _tasks(rng: random.Random) -> dict[str, Any]:
+    """A task or several, perhaps after an easier one."""
+    tasks: dict[str, Any] = {"task": rng.choice([SUMS, SUMS, ROWS])}
+    if rng.random() < 0.25:
+        second = rng.choice([PRODUCTS, ROWS])
+        tasks = {"tasks": [{"task": SUMS, "weight": rng.choice([1, 3])}, {"task": second, "name": "second"}]}
+    return tasks | maybe(rng, 0.3, {"curriculum": _curriculum(rng)})
+
+
+def _adapters(rng: random.Random) -> dict[str, Any]:
+    lora = {
+        "rank": rng.choice([1, 2, 4]),
+        "alpha": 8,
+        **maybe(rng, 0.2, {"dora": True}),
+        **maybe(rng, 0.2, {"rslora": True}),
+        **maybe(rng, 0.2, {"dropout": 0.2}),
+    }
+    return {"lora": lora, **maybe(rng, 0.2, {"quantization": "nf4"})}
 
 
 def _model(rng: random.Random, *, context: int) -> dict[str, Any]:
@@ -114,13 +232,14 @@ def _model(rng: random.Random, *, context: int) -> dict[str, Any]:
         positions: context,
         # With transformers' 0.02 all tokens are about equally likely and attention hardly matters.
         "initializer_range": rng.choice([0.02, 0.15, 0.3]),
-        **_maybe(rng, 0.1, {"attn_pdrop" if architecture == "gpt2" else "attention_dropout": 0.2}),
+        **maybe(rng, 0.1, {"attn_pdrop" if architecture == "gpt2" else "attention_dropout": 0.2}),
     }
+    tokenizer = maybe(rng, 0.1, {"tokenizer": {"type": "bpe", "vocab_size": 40}})
     return {
-        "new": {"architecture": architecture, "config": config},
+        "new": {"architecture": architecture, "config": config, **tokenizer},
         "device": "cpu",
         "dtype": rng.choice(["float32", "float32", "float32", "bfloat16"]),
-        **_maybe(rng, 0.1, {"dropout": True}),
+        **maybe(rng, 0.1, {"dropout": True}),
     }
 
 
@@ -131,104 +250,17 @@ def _rollout(rng: random.Random, new_tokens: int) -> dict[str, Any]:
         "max_new_tokens": new_tokens,
         "temperature": rng.choice([0.5, 1.0, 1.0, 1.5]),
         "max_rows": rng.choice([1, 3, 5, 512]),
-        **_maybe(rng, 0.1, {"top_p": 0.9}),
-        **_maybe(rng, 0.1, {"top_k": 3}),
-        **_maybe(rng, 0.15, {"min_new_tokens": rng.randint(1, min(4, new_tokens + 1))}),
-        **_maybe(rng, 0.2, {"stop": rng.choice([["3"], ["=", "12"]])}),
-        **_maybe(rng, 0.15, {"engine": "generate"}),
-        **_maybe(rng, 0.2, {"batch_invariant": False}),
-    }
-
-
-def _advantage(rng: random.Random) -> dict[str, Any]:
-    baseline = rng.choice(["mean", "mean", "leave_one_out", "none"])
-    scale = "none" if baseline == "none" else rng.choice(["std", "batch_std", "none"])
-    return {"baseline": baseline, "scale": scale}
-
-
-def _objective(rng: random.Random, new_tokens: int) -> dict[str, Any]:
-    loss = rng.choice(["clipped_surrogate", "unclipped_surrogate", "policy_gradient", "truncated_policy_gradient"])
-    section: dict[str, Any] = {"loss": loss, "normalization": rng.choice(NORMALIZATIONS)}
-    if loss == "clipped_surrogate":
-        section |= _maybe(rng, 0.5, {"clip_low": rng.choice([3e-4, 0.1]), "clip_high": 0.28})
-        section |= _maybe(rng, 0.3, {"dual_clip": 1.5})
-    if loss == "truncated_policy_gradient":
-        section |= _maybe(rng, 0.5, {"cap": 1.01})
-    if loss != "policy_gradient":
-        section |= _maybe(rng, 0.3, {"ratio": "sequence"})
-    section |= _maybe(rng, 0.3, {"entropy_coefficient": rng.choice([0.01, -0.01])})
-    section |= _maybe(rng, 0.6, {"truncated": rng.choice(["mask", "zero_reward", "soft_penalty"])})
-    if section.get("truncated") == "soft_penalty":
-        section["overlong_buffer"] = max(1, new_tokens // 2)
-    # Now and then what contradicts the rest, which has to be refused.
-    return section | _maybe(rng, 0.05, rng.choice([{"cap": 2.0}, {"dual_clip": 3.0}, {"overlong_buffer": new_tokens}]))
-
-
-def _optimizer(rng: random.Random) -> dict[str, Any]:
-    name = rng.choice(["adamw", "adamw", "adamw", "sgd", "adamw_8bit"])
-    return {
-        "name": name,
-        "learning_rate": 0.1 if name == "sgd" else rng.choice([1e-3, 1e-2]),
-        "schedule": rng.choice(["constant", "linear", "cosine"]),
-        "warmup_steps": rng.choice([0, 2]),
-        "weight_decay": rng.choice([0.0, 0.1]),
-        "max_grad_norm": rng.choice([None, 1.0]),
-    }
-
-
-def _training(rng: random.Random, *, groups: int, baseline: bool) -> dict[str, Any]:
-    of_groups = rng.random() < 0.7
-    return {
-        "steps": STEPS,
-        "epochs_per_rollout": rng.choice([1, 1, 2]),
-        "minibatches": rng.choice([1, 1, 2, min(3, groups) if of_groups else 5]),
-        "minibatch_of": "groups" if of_groups else "completions",
-        "micro_batch_tokens": rng.choice([None, 1, 7, 40]),
-        "activation_checkpointing": rng.random() < 0.2,
-        **_maybe(rng, 0.3 * baseline, {"dynamic_sampling": {"max_resamples": rng.choice([1, 2])}}),
+        **maybe(rng, 0.1, {"top_p": 0.9}),
+        **maybe(rng, 0.1, {"top_k": 3}),
+        **maybe(rng, 0.15, {"min_new_tokens": rng.randint(1, min(4, new_tokens))}),
+        **maybe(rng, 0.2, {"stop": rng.choice([["3"], ["=", "12"]])}),
+        **maybe(rng, 0.15, {"engine": "generate"}),
+        **maybe(rng, 0.2, {"batch_invariant": False}),
+        **maybe(rng, 0.1, {"kernels": "torch"}),
+        **maybe(rng, 0.05, {"staleness": 1}),
     }
 
 
 def _curriculum(rng: random.Random) -> dict[str, Any]:
     task = {"type": "arithmetic", "max_value": 5, "train_size": 5, "test_size": 2}
-    return {"task": task, "steps": rng.choice([1, 2, 3]), **_maybe(rng, 0.5, {"until_pass_rate": 0.5})}
-
-
-def _reference(rng: random.Random) -> dict[str, Any]:
-    placement = rng.choice(["loss", "loss", "reward"])
-    estimator = rng.choice(["k1", "k2", "k3"])
-    # k1 in the loss has no gradient by itself.
-    weighted = placement == "loss" and (estimator == "k1" or rng.random() < 0.3)
-    kl = {
-        "coefficient": rng.choice([0.0, 0.05]),
-        "estimator": estimator,
-        "placement": placement,
-        **({"ratio_weighted": True} if weighted else {}),
-    }
-    rule = rng.choice([{}, {"keep": True}, {"reset_every": 2}, {"reset_at_kl": 1e-3, "reset_optimizer": True}])
-    return {"kl": kl, "reference": rule}
-
-
-def _regularization(rng: random.Random, *, dtype: str) -> dict[str, Any]:
-    section = {
-        "strength": rng.choice([0.01, 0.3, "ratio:0.3"]),
-        "ratio_mode": rng.choice(["importance", "reuse", "importance_clipped"]),
-        "difference": rng.choice(["forward", "forward", "central"]),
-        "perturbed": rng.choice(["blocks", "all", "last_layer", "last_block"]),
-        "penalty": rng.choice(["squared_norm", "norm"]),
-        "every": rng.choice([1, 1, 2]),
-        "group_fraction": rng.choice([1.0, 1.0, 0.5]),
-        **_maybe(rng, 0.2, {"kl_in_penalty": False}),
-        **_maybe(rng, 0.2, {"warmup_updates": 2}),
-    }
-    # In bfloat16 the default step drowns in rounding, and is refused.
-    return section | ({"step": 0.02} if dtype == "bfloat16" else {})
-
-
-def _sft(rng: random.Random) -> dict[str, Any]:
-    return {
-        "steps": SFT_STEPS,
-        "batch_size": rng.choice([1, 5, 16]),
-        "normalization": rng.choice(NORMALIZATIONS),
-        "optimizer": {"learning_rate": 1e-2, "name": rng.choice(["adamw", "sgd"])},
-    }
+    return {"task": task, "steps": rng.choice([1, 2, 3]), **maybe(rng, 0.5, {"until_pass_rate": 0.5})}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import itertools
 import json
 import os
@@ -14,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flatpeak.runs.checkpoints import checkpoint_name, checkpoint_steps
+from flatpeak.runs.checkpoints import checkpoint_name, checkpoint_steps, newest_valid
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.notices import read_notices
 from flatpeak.runs.summary import read_summary
@@ -86,6 +88,32 @@ def die() -> None:
     raise Death
 
 
+class CountedCalls:
+    """Calls of some functions, with an action before one of them."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *functions: tuple[Any, str],
+        at: int = 0,
+        action: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`functions`: their owners and names. `at`: the number of the call, from 1; 0: none."""
+        self.count, self.at, self.action = 0, at, action
+        for owner, name in functions:
+            monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
+
+    def _counted(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            if self.count == self.at:
+                self.action()
+            return plain(*args, **kwargs)
+
+        return counted
+
+
 def steps_of(run: Path) -> list[Path]:
     """Every checkpoint, those of SFT first."""
     parents = (run / "checkpoints" / "sft", run / "checkpoints")
@@ -144,7 +172,7 @@ def outcome(path: Path) -> dict[str, Any]:
     del state["history"]["seconds"]
     summary = read_summary(path / "summary.json")
     return {
-        "weights": load_file(last / "model.safetensors"),
+        "weights": _weights(last),
         "optimizer": load_file(last / "trainer" / "state.safetensors"),
         "state": state,
         "files": {file.name: file.read_bytes() for file in last.glob("*config.json")}
@@ -158,8 +186,14 @@ def outcome(path: Path) -> dict[str, Any]:
         "evaluations": {file.name: file.read_bytes() for file in (path / "evaluations").iterdir()},
         "summary": (summary.status, summary.best_step, summary.last_step, summary.evaluations, summary.signal),
         "links": {name: (path / "checkpoints" / name).readlink() for name in ("best", "last")},
-        "best": load_file(path / "checkpoints" / "best" / "model.safetensors"),
+        "best": _weights(path / "checkpoints" / "best"),
     }
+
+
+def _weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The weights of a model or of its adapters."""
+    (file,) = checkpoint.glob("*model.safetensors")
+    return load_file(file)
 
 
 def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -169,3 +203,84 @@ def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
             assert torch.equal(actual[what][name], tensor), (what, name)
     for what in ("metrics", "notices", "state", "files", "rollouts", "evaluations", "summary", "links"):
         assert actual[what] == expected[what], what
+
+
+def left_by(run: Path) -> dict[str, Any]:
+    """All that a run leaves but for times, by the path in it."""
+    left = dict[str, Any]()
+    for path in sorted(run.rglob("*")):
+        name = path.relative_to(run).as_posix()
+        if path.is_symlink():
+            left[name] = path.readlink().name
+        elif path.is_file() and path.name not in UNLIKE and path.parent.name != "judge":
+            read = completions_of if path.parent.name == "rollouts" else TOLD.get(path.name, fingerprint)
+            left[name] = read(path)
+    return left
+
+
+def fingerprint(path: Path) -> str:
+    """The hash of a file's bytes."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def rows_without_times(path: Path) -> str:
+    """The rows of metrics, without what a judge has cost; as text, in which NaN equals itself."""
+    unlike = (*TIMES, "judge/")
+    return repr([{k: v for k, v in row.items() if not k.startswith(unlike)} for row in read_metrics(path)])
+
+
+def without(*names: str) -> Callable[[Path], Any]:
+    """A JSON file without some of its values, each by the keys that lead there."""
+
+    def read(path: Path) -> Any:
+        content = json.loads(path.read_text())
+        for name in names:
+            *parents, last = name.split(" ")
+            inner = content
+            for parent in parents:
+                inner = inner.get(parent, {})
+            inner.pop(last, None)
+        return content
+
+    return read
+
+
+def notices(path: Path) -> list[tuple[Any, ...]]:
+    """The notices, without their times and those that count steps, which they do anew after a resume."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [(row["stage"], row["step"], row["text"]) for row in rows if " so far " not in row["text"]]
+
+
+def completions_of(path: Path) -> list[dict[str, Any]]:
+    """The rows of a step's rollouts, without the number of the weights, which begins anew after a resume."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name != "weight_version"} for row in rows]
+
+
+def newest_is_the_last_step(run: Path) -> bool:
+    """Whether the newest checkpoint is that of the last step in metrics.jsonl."""
+    steps = [(row["stage"], row["step"]) for row in read_metrics(run / "metrics.jsonl") if row["stage"] != "eval"]
+    if not steps:
+        return True
+    stage, step = steps[-1]
+    parent = run / "checkpoints" / ("sft" if stage == "sft" else "")
+    newest = newest_valid(parent) or newest_valid(run / "checkpoints")
+    rl_began = stage == "sft" and (run / "checkpoints" / checkpoint_name(0)).exists()
+    return rl_began or (newest is not None and newest.name == checkpoint_name(step))
+
+
+def differences(left: Mapping[str, Any], expected: Mapping[str, Any], *, stopped: bool) -> list[str]:
+    """The files that differ or are only in one; a stopped run may have further checkpoints."""
+    names = [name for name in left.keys() | expected.keys() if left.get(name) != expected.get(name)]
+    extra = {name for name in names if name not in expected and stopped and name.startswith("checkpoints/")}
+    return sorted(set(names) - extra)
+
+
+UNLIKE = {"manifest.json", "report.html"}
+"""Files that tell when a run was started or saved, and hashes of what is compared itself."""
+TOLD: dict[str, Callable[[Path], Any]] = {
+    "metrics.jsonl": rows_without_times,
+    "notices.jsonl": notices,
+    "state.json": without("history seconds"),
+    "summary.json": without("wall_seconds", "checkpoints"),
+}

@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import torch
+from safetensors.torch import load_file
 
 from support.models import EOS, LETTERS, letter_tokenizer
 from support.weight_transfer import Workers
@@ -317,6 +318,12 @@ class ScriptedPolicy:
 def read_weights(directory: Path) -> float:
     """The number that `ScriptedPolicy` has written."""
     return float(json.loads((directory / WEIGHTS).read_text(encoding="utf-8")))
+
+
+def size_of_weights(directory: Path) -> float:
+    """A log-probability that says which weights a server has: less the mean size of all of their numbers."""
+    tensors = [tensor for file in sorted(directory.glob("*.safetensors")) for tensor in load_file(file).values()]
+    return -sum(float(tensor.double().abs().sum()) for tensor in tensors) / sum(tensor.numel() for tensor in tensors)
 
 
 def unused_url() -> str:

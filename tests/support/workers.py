@@ -48,6 +48,16 @@ def alive(pid: int) -> bool:
     return False
 
 
+def variable(pid: int, name: str) -> str | None:
+    """An environment variable that a process was started with."""
+    try:
+        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    values = [word for word in words if word.startswith(f"{name}=".encode())]
+    return values[0].decode().partition("=")[2] if values else None
+
+
 def children(pid: int) -> Iterator[int]:
     """The processes that a process has started."""
     for task in Path(f"/proc/{pid}/task").glob("*/children"):

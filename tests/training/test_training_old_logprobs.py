@@ -320,3 +320,4 @@ def test_a_distance_that_is_no_rounding_is_told_at_the_first_and_the_tenth_step(
         True
     ] * 3
     assert len(messages) == 2
+    assert "those of the step before with rollout.staleness=1" in messages[0]  # which is no fault

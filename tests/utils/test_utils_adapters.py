@@ -27,7 +27,7 @@ from flatpeak.utils.adapters import (
     restore_adapter,
     save_adapter,
 )
-from support.models import tiny_model
+from support.models import run_model, tiny_model
 
 
 def base(directory: Path, **settings: Any) -> Path:
@@ -123,6 +123,13 @@ def test_a_peft_model_of_which_a_checkpoint_would_lose_a_part_is_refused(tmp_pat
     prompts = get_peft_model(plain(tmp_path / "base"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(UserError, match="PROMPT_TUNING of peft, whose virtual tokens"):
         check_own_adapters(prompts)
+
+
+def test_a_saved_adapter_lists_its_layers_in_the_same_order_in_every_process(tmp_path: Path) -> None:
+    save_adapter(add_adapters(run_model()[0], LoraConfig(rank=2), seed=0), tmp_path)
+    layers = json.loads((tmp_path / ADAPTER_CONFIG).read_text())["target_modules"]
+    assert len(layers) == 14
+    assert layers == sorted(layers)
 
 
 def test_an_adapter_names_a_base_in_a_directory_by_its_absolute_path(

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from flatpeak.config.run_config import RunConfig
     from flatpeak.pipeline.run_result import RunResult
+    from flatpeak.runs.directory import RunPaths
     from flatpeak.runs.summary import EvaluationStage, RunSummary
 
 
@@ -90,6 +91,22 @@ def check_start(config: RunConfig, *, resume: bool, overwrite: bool) -> None:
     if job_rank():
         return
     directory.check_start(config.run, config.model_dump(mode="json"), resume=resume, overwrite=overwrite)
+    if resume:
+        _announce_resume(directory.RunPaths(Path(config.run.directory) / config.run.name), steps=config.training.steps)
+
+
+def _announce_resume(run: RunPaths, *, steps: int) -> None:
+    """Say where a run that is resumed does not exist, or has nothing left to do."""
+    from flatpeak.runs.directory import run_hint
+    from flatpeak.runs.summary import read_summary
+
+    if not run.is_run():
+        typer.echo(f"--resume: there is no run {run.path}, so a new one begins{run_hint(run.path)}", err=True)
+    elif run.summary.is_file():
+        summary = read_summary(run.summary)
+        if summary.status == "done" and summary.last_step == steps:
+            more = f"flatpeak fork {run.path} {steps} --name NEW training.steps={2 * steps}"
+            typer.echo(f"--resume: {run.path} is done; to train on: {more}", err=True)
 
 
 def start_processes(config: RunConfig) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import sys
 import traceback
@@ -21,6 +23,8 @@ from flatpeak.distributed.launch import LOST_RANK_CODE, is_repeated, job_rank, j
 from flatpeak.errors import LostRankError, ReportedElsewhereError, RunError, UserError, explanation, nearest
 
 _python_format = warnings.formatwarning
+_USAGE_ERROR: Final = typer.BadParameter.__mro__[1]
+"""The class of typer's errors about arguments; typer exports only this subclass of it."""
 ELSEWHERE: Final = {
     "compare": "flatpeak report RUN RUN compares runs, flatpeak eval MODEL MODEL compares models",
     "evaluate": "flatpeak eval MODEL",
@@ -63,11 +67,14 @@ class SettingsCommand(TyperCommand):
         for argument, following in pairwise([*args, ""]):
             if _is_setting(argument.partition("=")[0], options):
                 raise UserError(_without_dashes(argument, following))
-        words = [argument for argument in args if not argument.startswith("-")]
-        if not words and "recipe" in {parameter.name for parameter in self.params} and "--help" not in args:
+        first = next((argument for argument in args if not argument.startswith("-")), "")
+        needs_recipe = any(one.name == "recipe" and one.param_type_name == "argument" for one in self.params)
+        is_missing = not first or ("=" in first and not Path(first).exists())
+        if needs_recipe and is_missing and "--help" not in args:
             raise UserError(
                 "RECIPE is missing: give a YAML file or a shipped recipe, such as flatpeak:demo, flatpeak:tasks/gsm8k "
                 "or flatpeak:math_qwen_24gb; `flatpeak recipes` lists them"
+                + (f" ({first} comes after it)" if first else "")
             )
         return super().parse_args(ctx, args)
 
@@ -153,12 +160,13 @@ def version(show: bool = typer.Option(False, "--version", help="Show the version
 
 def main() -> None:
     """The entry point. Exit codes: 0 done, 1 failed, 2 bad command or recipe, 130 and 143 stopped by a signal."""
+    atexit.register(gc.freeze)  # the interpreter would search all of torch for garbage as it ends, for a second
     warnings.formatwarning = _format_warning
     _open_streams()
     try:
         if (code := _run_doctor(sys.argv[1:])) is not None:
             sys.exit(code)
-        app(prog_name="flatpeak")
+        sys.exit(app(prog_name="flatpeak", standalone_mode=False))
     except ReportedElsewhereError:
         sys.exit(0)  # the process that reports the error ends the run with its code
     except LostRankError:
@@ -170,8 +178,19 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
+        if isinstance(error, _USAGE_ERROR):
+            _fail(_usage_text(error), code=2)
         line = explanation(error)
         _fail(traceback.format_exc().rstrip() if line is None else f"error: {' '.join(line.split())}", code=1)
+
+
+def _usage_text(error: Any) -> str:
+    """An error in the arguments as one line; without any arguments, the help text."""
+    text = error.format_message().rstrip(".")
+    if "\n" in text:
+        return str(text)
+    command = error.ctx.command_path if error.ctx is not None else "flatpeak"
+    return f"error: {text[0].lower()}{text[1:]} (see {command} --help)"
 
 
 def _run_doctor(arguments: Sequence[str]) -> int | None:

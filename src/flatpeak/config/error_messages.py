@@ -13,6 +13,7 @@ from flatpeak.config.schema_types import alternatives, elements, literals, model
 from flatpeak.errors import nearest
 
 _LONGEST_VALUE = 60
+_MOST_PROBLEMS = 3
 _PLAIN_TYPES = (bool, int, float, str)
 _MUST_BE = ": must be "
 _EXPECTED = {
@@ -39,7 +40,9 @@ def describe_errors(
         if not _is_consequence(problem, problems):
             text, _, what = _describe_error(problem, schema, kind).partition(_MUST_BE)
             expected.setdefault(text, []).append(what)
-    return "; ".join(text + _MUST_BE * any(whats) + " or ".join(whats) for text, whats in expected.items())
+    texts = [text + _MUST_BE * any(whats) + " or ".join(whats) for text, whats in expected.items()]
+    more = [f"and {len(texts) - _MOST_PROBLEMS} more"] if len(texts) > _MOST_PROBLEMS else []
+    return "; ".join([*texts[:_MOST_PROBLEMS], *more])
 
 
 def _is_consequence(problem: Mapping[str, Any], problems: Sequence[Mapping[str, Any]]) -> bool:
@@ -173,7 +176,8 @@ def _did_you_mean(dotted: str, keys: Sequence[str]) -> str:
 
 def _unknown_key(path: Sequence[str], known: Sequence[str], model: Any, schema: type[BaseModel], kind: str) -> str:
     dotted, name, section = ".".join(path), path[-1], ".".join(path[:-1])
-    near = [".".join((*path[:-1], close)) for close in nearest(name, known)]
+    close = nearest(name, known) or [field for field in known if name in field.split("_")]
+    near = [".".join((*path[:-1], field)) for field in close]
     elsewhere = _keys_named(name, schema)
     if not near and any(_matches(key, path) for key in elsewhere):
         own = [field for field in known if field != "type"]

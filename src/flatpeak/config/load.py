@@ -48,8 +48,12 @@ def read_recipe(recipe: Mapping[str, Any] | str | Path, settings: Settings = ())
     """
     if isinstance(recipe, Mapping):
         resolved = _extend(recipe, directory=Path(), trail=(), where="the recipe")
-    else:
+    elif isinstance(recipe, str | Path):
         resolved = load_recipe(recipe)
+    else:
+        raise UserError(
+            f"the recipe is a {type(recipe).__name__}: give a mapping, a path or a name; model=... names a model"
+        )
     return apply_settings(resolved, settings)
 
 
@@ -118,6 +122,8 @@ def apply_settings(recipe: Mapping[str, Any], settings: Settings) -> dict[str, A
     if isinstance(settings, Mapping):
         given = {key: _as_written(value) for key, value in settings.items()}
         return _apply(recipe, [(_path(key, label=f"setting {key!r}"), value) for key, value in given.items()])
+    if not isinstance(settings, str | Sequence):
+        raise UserError(f"settings={settings!r}: give a mapping such as {{'training.steps': 100}}")
     return apply_overrides(recipe, [settings] if isinstance(settings, str) else settings)
 
 
@@ -297,7 +303,8 @@ def parse_file(path: Path) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
-        raise UserError(f"{path}{line}: broken YAML: {error.problem or error.context}") from None
+        kind = "broken YAML" if path.suffix in (".yaml", ".yml") else "not a YAML file"
+        raise UserError(f"{path}{line}: {kind}: {error.problem or error.context}") from None
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise UserError(f"{path}: cannot be read as YAML: {error}") from None
     if content is None:

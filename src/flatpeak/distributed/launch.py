@@ -11,9 +11,11 @@ import signal
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from flatpeak.errors import UserError
+from flatpeak.utils.scratch import ScratchDirectory
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -93,15 +95,16 @@ def launch(
     logging.disable(logging.CRITICAL)  # the launcher's failure reports would fill a screen
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     given = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}", "--no-python"]
-    given += ["--local-addr=127.0.0.1", f"--nproc-per-node={config.processes}", sys.executable]
-    launcher, _, _ = config_from_args(parse_args(given))
-    launcher.shutdown_timeout = STOP_SECONDS
-    try:
-        elastic_launch(launcher, sys.executable)(*(command or ("-m", "flatpeak")), *arguments)
-    except ChildFailedError as error:
-        return _end(error.failures.items(), say)
-    except SignalException as error:
-        return 128 + int(error.sigval)
+    given += ["--local-addr=127.0.0.1", f"--nproc-per-node={config.processes}"]
+    with closing(ScratchDirectory("launch")) as logs:  # torchrun would leave one of its own
+        launcher, _, _ = config_from_args(parse_args([*given, f"--log-dir={logs.path}", sys.executable]))
+        launcher.shutdown_timeout = STOP_SECONDS
+        try:
+            elastic_launch(launcher, sys.executable)(*(command or ("-m", "flatpeak")), *arguments)
+        except ChildFailedError as error:
+            return _end(error.failures.items(), say)
+        except SignalException as error:
+            return 128 + int(error.sigval)
     return 0
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
-from flatpeak.errors import UserError, did_you_mean
+from flatpeak.errors import UserError, nearest
 from flatpeak.experiments.mcnemar import McNemar, mcnemar_exact, seeds_needed_mcnemar
 from flatpeak.experiments.statistics import (
     Difference,
@@ -339,8 +339,14 @@ def _outcomes(
 
 
 def _unknown_metric(name: str, known: Sequence[str]) -> str:
-    hint = did_you_mean(name, known, form="; did you mean {}?")
-    return f"no metric {name!r} in the table{hint or ': give a column, or a pattern such as ' + repr('reward/*.final')}"
+    ends = [column for column in known if column.removesuffix(FINAL).endswith(f"/{name}") and column.endswith(FINAL)]
+    near = ends or nearest(name, known)
+    hint = (
+        f"did you mean {' or '.join(map(repr, near))}?"
+        if near
+        else "give a column, or a pattern such as " + repr("reward/*.final")
+    )
+    return f"no metric {name!r} in the table: {hint}"
 
 
 def _is_boolean(column: str, rows: Sequence[Row]) -> bool:

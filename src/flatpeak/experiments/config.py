@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from flatpeak.config.error_messages import describe_errors
 from flatpeak.config.load import SHIPPED, apply_overrides, merge, parse_file
+from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError, did_you_mean
 from flatpeak.utils.schema import StrictConfig
 from flatpeak.utils.user_code import one_line
@@ -207,9 +208,13 @@ def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> SweepConfig:
     """
     path = Path(path).expanduser()
     content = _load(path, trail=())
+    if not content.keys() & {"recipe", "seeds"} and content.keys() & RunConfig.model_fields.keys():
+        raise UserError(f"{path} is a recipe, not a sweep: a sweep names a recipe, seeds and arms, see docs/sweeps.md")
     content = _canonical(apply_overrides(content, overrides), path.resolve().parent)
     # An empty `axes:` or `prefix:` removes the extended file's.
     content = {key: value for key, value in content.items() if value is not None}
+    for section in content.keys() & (RunConfig.model_fields.keys() - SweepConfig.model_fields.keys()):
+        raise UserError(f"{path}: {section} is a section of the recipe: change it as settings.{section}.KEY")
     try:
         return SweepConfig.model_validate(content)
     except ValidationError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from flatpeak.config.run_config import RunConfig
@@ -105,13 +106,17 @@ def build_components(
             prompts=data.test,
             sets=data.sets,
         )
+        phases = _phases(config, tasks, data, rewards)
+        for phase in phases:
+            phase.reward.check_rows(phase.prompts.items)
+        rewards.main.check_rows(chain(data.test, *data.sets.values()))
         return Components(
             policy=policy,
             task=name,
             data=data,
             sampler=sampler,
             algorithm=algorithm,
-            phases=_phases(config, tasks, data, rewards),
+            phases=phases,
             reference=named_reference(config, policy),
             evaluator=evaluator,
             sft_check=replace(evaluator, prompts=data.check, sets=(), sharpness=None),

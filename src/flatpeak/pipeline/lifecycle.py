@@ -110,8 +110,8 @@ def training(run: Run, start: RunStart) -> Iterator[Recorder]:
 
 
 def finish(run: Run, recorder: Recorder) -> RunResult:
-    """Write the report, and return the result of a run that has ended."""
-    if run.request.report and run.ranks.is_first:
+    """Write the report, unless a signal leaves no time for it, and return the result of a run that has ended."""
+    if run.request.report and run.ranks.is_first and not run.stop.asked:
         try:
             write_report(run.paths.path)
         except Exception as error:  # a full disk, or a plot that fails: the run is done all the same

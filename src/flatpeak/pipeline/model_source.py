@@ -16,6 +16,8 @@ from flatpeak.runs.directory import RunPaths, run_hint
 from flatpeak.utils.gguf import SUFFIX
 from flatpeak.utils.huggingface import is_surely_local
 
+_MODEL_FILES = ("config.json", "adapter_config.json")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSource:
@@ -45,9 +47,13 @@ def locate_model(name: str) -> ModelSource:
         # Not resolved: a link beside a run is a model by itself.
         parents = (RunPaths(parent) for parent in path.absolute().parents)
         own_run = next((parent for parent in parents if parent.is_run()), None)
+        if not any((path / file).is_file() for file in _MODEL_FILES):
+            raise UserError(f"{name}: neither a run (manifest.json) nor a model (config.json){_runs_below(path)}")
         return _verified(ModelSource(path=name, recipe=None) if own_run is None else _model_of_run(own_run, path=name))
     if path.suffix == SUFFIX and path.is_file():
         return ModelSource(path=name, recipe=None)
+    if path.is_file():
+        raise UserError(f"{name} is a file, not a model: give a run, a model's directory or a GGUF file")
     # A Hub name has no local folder before it either.
     if is_surely_local(name) or (len(path.parts) > 1 and Path(path.parts[0]).is_dir()):
         raise UserError(f"{name}: no such run or model directory{run_hint(name)}")
@@ -55,6 +61,12 @@ def locate_model(name: str) -> ModelSource:
     if hint:
         raise UserError(f"{name} is no directory{hint}")
     return ModelSource(path=name, recipe=None)
+
+
+def _runs_below(path: Path) -> str:
+    """A hint at the newest run in a directory of runs."""
+    runs = [below for below in path.iterdir() if RunPaths(below).is_run()]
+    return f": did you mean {max(runs, key=lambda run: run.stat().st_mtime)}?" if runs else ": name one"
 
 
 def locate_stages(name: str) -> dict[str, ModelSource]:

@@ -39,8 +39,10 @@ def open_policy(
 ) -> Policy:
     """The caller's model, the one a recipe names, or a new one, whose tokenizer is made of `examples`."""
     if objects.model is not None:
-        if objects.tokenizer is None:
-            raise UserError("a model that is an object needs tokenizer=... too")
+        if objects.tokenizer is None or isinstance(objects.tokenizer, str):
+            raise UserError(
+                "a model that is an object needs tokenizer=... too, such as AutoTokenizer.from_pretrained(...)"
+            )
         check_own_adapters(objects.model)
         if checkpoint is not None:
             check_base(objects.model, checkpoint, where=str(checkpoint))

@@ -8,8 +8,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeAlias, TypeVar
 
 from flatpeak.config.load import Settings, apply_settings, parse_config, read_recipe
 from flatpeak.config.run_config import RunConfig
@@ -54,10 +55,24 @@ if TYPE_CHECKING:
     AdvantageInput: TypeAlias = Callable[[Tensor, Tensor], Tensor]
     """A function (rewards_PG, valid_PG) -> advantages_PG."""
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
 RecipeSource = RunConfig | Mapping[str, Any] | str | Path
 """A checked recipe, the mapping of one, or the path or name of one."""
 OWN_DATA: Final = "flatpeak:own_data"
 """The recipe of a call that gives none."""
+_ARGUMENTS: Final = {
+    "model_name_or_path": "model",
+    "processing_class": "tokenizer",
+    "train_dataset": "dataset",
+    "eval_dataset": "dataset={'train': ..., 'test': ...}",
+    "reward_funcs": "reward",
+    "rewards": "reward",
+    "args": "settings",
+    "config": "the first argument, a recipe,",
+}
+"""Arguments of other libraries' trainers, and those that take their place here."""
 _FUNCTIONS: Final = {"loss": "objective.loss", "advantage": "advantage.function"}
 """The settings in whose place a caller gives functions."""
 _SECTIONS: Final = {"task": "task", "reward": "rewards"}
@@ -82,6 +97,34 @@ class RunRequest:
     def __post_init__(self) -> None:
         """UserError for callbacks of another class."""
         check_callbacks(self.callbacks)
+
+
+def naming_settings(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """The function, with a UserError for an argument that it lacks: most are settings, under a name of flatpeak's."""
+    known = inspect.signature(function).parameters
+
+    @wraps(function)
+    def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        unknown = [name for name in kwargs if name not in known]
+        if unknown:
+            hints = "; ".join(f"{name}: {_in_its_place(name)}" for name in unknown)
+            raise UserError(
+                f"{function.__name__}() has no argument {hints} (settings are given as settings={{'key.path': value}})"
+            )
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _in_its_place(name: str) -> str:
+    """The argument or setting that an unknown argument stands for."""
+    if name in _ARGUMENTS:
+        return f"here it is {_ARGUMENTS[name]}"
+    try:
+        parse_config({name: {}})
+    except UserError as error:
+        return str(error).removeprefix(f"unknown key {name}: ")
+    return f"here it is settings={{'{name}.KEY': value}}"
 
 
 def resolve_config(recipe: RecipeSource, settings: Settings | None = None) -> RunConfig:

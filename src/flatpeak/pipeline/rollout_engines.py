@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -32,6 +31,7 @@ from flatpeak.rollout.hf_generate import GenerateEngine
 from flatpeak.rollout.vllm.sampler import VLLMSampler
 from flatpeak.types import Group, Prompt, SamplingParams
 from flatpeak.utils.child_process import ChildProcess, Parent, ending
+from flatpeak.utils.scratch import ScratchDirectory
 
 MEMORY: Final = Path("/dev/shm")
 WEIGHTS: Final = "weights.safetensors"
@@ -148,12 +148,12 @@ class RolloutProcess(Background):
     def __init__(self, policy: Policy, config: RunConfig) -> None:
         self._policy = policy
         self._config = config
-        self._directory: Path | None = None
+        self._scratch: ScratchDirectory | None = None
         self._child: ChildProcess | None = None
 
     def begin(self, request: dict[str, Any]) -> None:
         """Write the weights of now, and send the request."""
-        directory = self._directory or self._start()
+        directory = (self._scratch or self._start()).path
         weights = {name: weight.detach().contiguous() for name, weight in trained(self._policy).items()}
         save_file(weights, directory / WEIGHTS)
         self._send(request)
@@ -173,18 +173,18 @@ class RolloutProcess(Background):
         """Kill the process and delete its files."""
         if self._child is not None:
             self._child.close()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-        self._child = self._directory = None
+        if self._scratch is not None:
+            self._scratch.close()
+        self._child = self._scratch = None
 
-    def _start(self) -> Path:
-        parent = MEMORY if os.access(MEMORY, os.W_OK) else None
-        self._directory = directory = Path(tempfile.mkdtemp(prefix="flatpeak-rollouts-", dir=parent))
+    def _start(self) -> ScratchDirectory:
+        self._scratch = ScratchDirectory("rollouts", MEMORY if os.access(MEMORY, os.W_OK) else None)
+        directory = self._scratch.path
         self._policy.save(directory)
         with (directory / "output.txt").open("wb") as output:
             self._child = ChildProcess(serve, stdout=output)
         self._send({"config": self._config.model_dump(mode="json"), "directory": str(directory)})
-        return directory
+        return self._scratch
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._child is not None
@@ -195,9 +195,9 @@ class RolloutProcess(Background):
 
     def _lost(self) -> RunError:
         assert self._child is not None
-        assert self._directory is not None
+        assert self._scratch is not None
         end = ending(self._child.end(1.0))
-        printed = (self._directory / "output.txt").read_text(encoding="utf-8", errors="replace").split("\n")
+        printed = (self._scratch.path / "output.txt").read_text(encoding="utf-8", errors="replace").split("\n")
         last = "; ".join([line.strip() for line in printed if line.strip()][-_LAST_LINES:])
         return RunError(f"the process that draws rollouts ahead died: {end}{f' ({last})' if last else ''}; {_FIX}")
 

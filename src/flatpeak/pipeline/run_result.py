@@ -36,7 +36,7 @@ class RunResult:
     summary: RunSummary
     """The content of summary.json."""
     report: Path
-    """The report page; `flatpeak report` writes that of a sweep's run."""
+    """The report page; `flatpeak report` writes that of a sweep's run, or of one that a signal stopped."""
     exit_code: int
     """0 when done; 130 or 143 when a signal stopped it, with a valid checkpoint left."""
     stopped_rank: int | None = None

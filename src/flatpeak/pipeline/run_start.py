@@ -26,7 +26,7 @@ from flatpeak.runs.callbacks import Callbacks, RunControl
 from flatpeak.runs.checkpoints import CheckpointState, newest_valid, read_checkpoint
 from flatpeak.runs.directory import RunDirectory, RunPaths
 from flatpeak.runs.disk_space import check_space
-from flatpeak.runs.manifest import flatten
+from flatpeak.runs.manifest import computed_by, flatten, read_starts
 from flatpeak.runs.metrics import missing_steps, read_metrics
 from flatpeak.runs.notices import START, NoticeLog, RecordedProgress
 from flatpeak.runs.signals import StopSignals
@@ -237,7 +237,7 @@ def _open_logs(run: Run, directory: RunDirectory) -> Trackers:
     run.held.callback(trackers.close, "failed")  # unless the run has ended, and closed them, before
     run.notices.forward = trackers.log_notice
     run.notices.open(directory.notices, stage=point.stage if newest else START, step=newest.step if newest else 0)
-    for text in (*_changes(run, directory), *_missing_steps(run, directory)):
+    for text in (*_changes(run, directory), *_other_machine(directory), *_missing_steps(run, directory)):
         run.progress.notice(text)
     return trackers
 
@@ -265,6 +265,19 @@ def _changes(run: Run, directory: RunDirectory) -> list[str]:
         f"follows is another run than it was; put the {kind} back, or give the changed one a run of its own"
         for kind, keys in directory.changed.items()
         for key in keys
+    ]
+
+
+def _other_machine(directory: RunDirectory) -> list[str]:
+    """A notice where a resumed run has another processor, GPU or torch than at its last start."""
+    if not directory.resumed:
+        return []
+    before, now = (computed_by(start) for start in read_starts(directory.manifest)[-2:])
+    if before == now:
+        return []
+    return [
+        f"the run goes on with {now} in place of {before}: from here on its results may differ in their last bits from "
+        "an uninterrupted run's"
     ]
 
 

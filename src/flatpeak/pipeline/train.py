@@ -17,6 +17,7 @@ from flatpeak.pipeline.request import (
     CallerObjects,
     RecipeSource,
     RunRequest,
+    naming_settings,
     resolve_config,
     with_own_data,
     without_model_source,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 StageName = Literal["sft", "train"]
 
 
+@naming_settings
 def train(
     config: RecipeSource | None = None,
     *,
@@ -82,6 +84,7 @@ def train(
     return run_stages(*with_own_data(request, objects, dataset), stages=("sft", "train"))
 
 
+@naming_settings
 def sft(
     config: RecipeSource | None = None,
     *,
@@ -135,6 +138,7 @@ def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[
             training(run, start) as recorder,
         ):
             components.attach(run.paths.path, run.stop)
+            components.sampler.announce_with(run.progress.notice)
             components.sampler.halve_with(recorder.halvings)
             if point.newest is not None:
                 state = point.newest.state["stage"][SAMPLER_STATE]

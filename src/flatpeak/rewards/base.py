@@ -187,6 +187,10 @@ class Scorer(ABC):
         """Check itself on a few examples before a run; UserError if it is unfit."""
         return None
 
+    def check_rows(self, prompts: Iterable[Prompt]) -> None:
+        """UserError if it cannot score completions of these rows, which a run will ask for."""
+        return
+
     def run_canaries(self) -> SelfCheck | None:
         """Check itself again after some training; UserError if it has become unfit."""
         return None

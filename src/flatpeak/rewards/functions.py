@@ -65,7 +65,7 @@ class Signature:
         Calls without completions are left out; a column that a row lacks is a UserError.
         """
         for group in groups:
-            self._check_columns(group.prompt)
+            self.check_columns(group.prompt)
         pairs = [(completion, group.prompt) for group in groups for completion in group.completions]
         match self.scope:
             case "batch":
@@ -91,7 +91,8 @@ class Signature:
             if self.takes_all or name in self.parameters
         }
 
-    def _check_columns(self, prompt: Prompt) -> None:
+    def check_columns(self, prompt: Prompt) -> None:
+        """UserError if a row lacks a column that fills a parameter."""
         available = row_columns(prompt)
         for name in sorted(self.required - _FILLED_IN[self.scope] - available.keys()):
             raise UserError(
@@ -235,6 +236,11 @@ class FunctionReward(Scorer):
     def isolation(self) -> Isolation | None:
         """The limits of a worker's calls; None if this process calls the function."""
         return self._isolation
+
+    def check_rows(self, prompts: Iterable[Prompt]) -> None:
+        """UserError if a row lacks a column that fills a parameter."""
+        for prompt in prompts:
+            self._signature.check_columns(prompt)
 
     def worker_calls(self, groups: Sequence[Group]) -> WorkerCalls:
         """The calls that a worker makes, with their positions for messages."""

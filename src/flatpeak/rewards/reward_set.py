@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -129,6 +129,12 @@ class RewardSet:
             logged={f"{name}/{metric}": values for name in scored for metric, values in scored[name].logged.items()},
         )
 
+    def check_rows(self, prompts: Iterable[Prompt]) -> None:
+        """UserError if a component cannot score completions of these rows."""
+        rows = list(prompts)
+        for scorer in self._scorers.values():
+            scorer.check_rows(rows)
+
     def prepare(self, examples: Sequence[Example]) -> None:
         """Let components check themselves before anything is spent on a run; UserError if a component is unfit.
 
@@ -161,8 +167,13 @@ class RewardSet:
         `at_once` makes a context in which the signal itself raises it, for functions that are called in this process.
         """
         self._stopping, self._at_once = stopping, at_once
+
+        def asked_to_stop() -> bool:
+            self._give_notices()  # a judge that is waited for may have one
+            return stopping()
+
         for scorer in self._scorers.values():
-            scorer.attach(directory, stopping=stopping)
+            scorer.attach(directory, stopping=asked_to_stop)
 
     def measured(self, scores: Scores) -> dict[str, float]:
         """The components' metrics since the last call, and how far judges are from components that know the truth."""

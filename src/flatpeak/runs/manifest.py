@@ -116,8 +116,15 @@ def code_in_steps(starts: Iterable[Mapping[str, Any]]) -> dict[str, set[str]]:
     return kept
 
 
+def computed_by(start: Mapping[str, Any]) -> str:
+    """The parts of a start's facts that decide the last bits of its results, in words."""
+    hardware = start["hardware"]
+    devices = [f"{hardware['cpu']} ({hardware.get('vectors', 'unknown')})", *hardware["cuda"]]
+    return f"torch {start['versions']['torch']} on {', '.join(devices)}"
+
+
 def hardware() -> dict[str, Any]:
-    """The host, the CPU model, the cores available to this process, memory in GiB, and the CUDA devices."""
+    """The host, the CPU and its vector instructions, the usable cores, memory in GiB, and the CUDA devices."""
     import torch
 
     cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -125,6 +132,7 @@ def hardware() -> dict[str, Any]:
         "host": socket.gethostname(),
         "system": platform.platform(),
         "cpu": _cpu_model(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
         "cores": usable_cores(),
         "memory_gib": round(host_memory().total / _GIB, 1),
         "cuda": cuda,

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from flatpeak.errors import RunError
+from flatpeak.errors import RunError, plural
 from flatpeak.evaluation.result import without_verdicts
 from flatpeak.rewards.checked_calls import reaches_power_of_ten
 from flatpeak.runs.notices import no_signal_message
@@ -160,18 +160,31 @@ class MissingRewardMonitor:
     def __init__(self, notice: Callable[[str], None]) -> None:
         self.count = 0
         self._notice = notice
+        self._has_scored = False
+        self._why = ""
 
     def observe(self, rollouts: Rollouts) -> None:
         """Count the step if it is one; a notice is given of the first, the 10th, the 100th, ..."""
-        if not known_scores(rollouts.scores.total):
-            self.count += 1
-            if reaches_power_of_ten(self.count - 1, self.count):
-                failed = ", ".join(f"{name} on {count}" for name, count in rollouts.failed.items())
-                silent = [name for name, rows in rollouts.scores.parts.items() if not known_scores(rows)]
-                why = f" ({' and '.join(silent)} gave none: return a number)" if silent else ""
-                why = f" (failed: {failed})" if failed else why
-                steps = "step" if self.count == 1 else "steps"
-                self._notice(f"{self.count} {steps} so far without a reward for any completion, and so no update{why}")
+        if known_scores(rollouts.scores.total):
+            self._has_scored = True
+            return
+        self.count += 1
+        failed = ", ".join(f"{name} on {count}" for name, count in rollouts.failed.items())
+        silent = [name for name, rows in rollouts.scores.parts.items() if not known_scores(rows)]
+        self._why = f" ({' and '.join(silent)} gave none: return a number)" if silent else ""
+        self._why = f" (failed: {failed})" if failed else self._why
+        if reaches_power_of_ten(self.count - 1, self.count):
+            self._notice(
+                f"{plural(self.count, 'step')} so far without a reward for any completion, and so no update{self._why}"
+            )
+
+    def check(self, *, at_end: bool) -> None:
+        """Raise RunError at the end of a stage if no step since the run was started or resumed has had a reward."""
+        if at_end and self.count and not self._has_scored:
+            raise RunError(
+                f"no completion of {plural(self.count, 'step')} had a reward, so nothing was learned{self._why}: "
+                "correct the reward function, and start anew with --overwrite"
+            )
 
 
 class LogprobGapMonitor:
@@ -191,10 +204,10 @@ class LogprobGapMonitor:
             steps = "1 step" if self.count == 1 else f"{self.count} steps"
             self._notice(
                 f"in {steps} so far the sampler's log-probabilities were more than {GAP_BOUND} nats per token from the "
-                f"trainer's before any update (now {gap:.3g} on average): the sampler has other weights, another "
-                "temperature, or log-probabilities after top-p or top-k, or model.dropout is on; without "
-                "objective.sampler_correction every importance ratio is off by as much in float32, and below it "
-                "completions count as the policy's own"
+                f"trainer's before any update (now {gap:.3g} on average): the sampler has other weights (those of the "
+                "step before with rollout.staleness=1), another temperature, or log-probabilities after top-p or "
+                "top-k, or model.dropout is on; without objective.sampler_correction every importance ratio is off by "
+                "as much in float32, and below it completions count as the policy's own"
             )
 
 

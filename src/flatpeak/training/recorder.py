@@ -139,8 +139,9 @@ class Recorder:
         return CompletedStep.capture(stage, step, evaluated=self.evaluated, history=self.history)
 
     def check_skipped(self, stage: str, step: int, skipped: SkippedUpdateMonitor, *, limit: int, at_end: bool) -> None:
-        """Give a notice of skipped updates, or raise RunError where they are too many."""
+        """Give a notice of skipped updates, or raise RunError where they are too many, or nothing had a reward."""
         skipped.check(stage, step, limit=limit, at_end=at_end, notice=self.progress.notice)
+        self.missing_rewards.check(at_end=at_end)
 
     def rollouts(self, step: int, rollouts: Rollouts, advantages_PG: Tensor) -> None:
         """Log the completions of a step, where they are asked for, and announce steps without signal."""

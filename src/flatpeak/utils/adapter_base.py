@@ -38,14 +38,17 @@ class BaseRecord:
     quantization: str | None = None
 
 
-def name_absolutely(directory: Path) -> None:
-    """Make a saved adapter name a base in a directory or file by its absolute path."""
+def normalize_settings(directory: Path) -> None:
+    """Sort a saved adapter's sets, whose order differs in each process, and make the path of a local base absolute."""
     settings = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     base = settings.get("base_model_name_or_path")
     if base and Path(base).expanduser().exists():
         settings["base_model_name_or_path"] = str(Path(base).expanduser().absolute())
-        text = json.dumps(settings, indent=2, sort_keys=True)
-        (directory / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
+    for name in ("target_modules", "exclude_modules"):
+        if isinstance(settings.get(name), list):
+            settings[name].sort()
+    text = json.dumps(settings, indent=2, sort_keys=True)
+    (directory / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
 
 
 def named_base(directory: Path, *, where: str) -> tuple[str, str | None]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from flatpeak.errors import UserError, brief
-from flatpeak.utils.adapter_base import check_base, is_of_adapter, name_absolutely, write_record
+from flatpeak.utils.adapter_base import check_base, is_of_adapter, normalize_settings, write_record
 from flatpeak.utils.huggingface import hub_or_directory, local_or_hub
 from flatpeak.utils.schema import StrictConfig
 
@@ -192,7 +192,7 @@ def save_adapter(model: Any, directory: Path) -> None:
         for path in (directory / name).iterdir():
             path.replace(directory / path.name)
         (directory / name).rmdir()
-    name_absolutely(directory)
+    normalize_settings(directory)
     write_record(model, directory)
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
 
 import pytest
 
 from flatpeak.errors import UserError
+from flatpeak.rewards.base import Component
 from flatpeak.rewards.judge.config import CanaryConfig
 from flatpeak.rewards.judge.protocol import JudgeReply
 from flatpeak.rewards.judge.rate_limits import JudgeDownError
 from flatpeak.rewards.judge.reward import judge_reward
+from flatpeak.rewards.reward_set import RewardSet
 from support.judge_server import Answer, JudgeServer, error, honest, message, refused_url
 from support.judges import group, reward
 
@@ -303,6 +306,24 @@ def test_a_server_that_comes_back_is_used_again_with_the_same_result(endpoint_li
         assert scores(reward(server.url, give_up=30.0, retries=10, concurrency=2)).scores == EXPECTED
         # Five questions, three failures until it opens (and the call beside them), then about one in each pause.
         assert len(server.requests) <= ASKED + 4 + 6
+
+
+def test_a_notice_says_that_a_judge_is_waited_for_while_it_is(endpoint_limits, tmp_path):
+    endpoint_limits(failures=3, pause=1.0)
+    said = []
+
+    def down(earlier, body):
+        return None if said else error(503)
+
+    with JudgeServer(down) as server:
+        judge = reward(server.url, give_up=30.0, retries=50, concurrency=2)
+        rewards = RewardSet([Component(name="judge", weight=1.0, scorer=judge)], notice=said.append)
+        rewards.attach(tmp_path, stopping=lambda: False, at_once=nullcontext)
+        assert rewards([group("1", "2")]).parts["judge"] != [[None, None]]
+        rewards.close()
+        (notice,) = said
+        assert notice.startswith(f"reward 'judge': the judge judge-1 at {server.url} does not answer (")
+        assert notice.endswith("): waiting up to 30 s")
 
 
 def test_no_more_requests_than_allowed_run_side_by_side():

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from flatpeak.apps.compare import compare_checkpoints
-from flatpeak.errors import UserError
+from flatpeak.errors import RunError, UserError
 from flatpeak.rewards.base import Component, ComponentScores, Scorer
 from flatpeak.rewards.checked_calls import PATIENCE
 from flatpeak.rewards.config import FunctionConfig, NumberConfig
@@ -401,12 +401,15 @@ def test_python_functions_of_a_run_are_called_elsewhere_unless_it_says_otherwise
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_run_without_any_reward_says_so(recipe: Callable[..., Any], train: Callable[..., Any], watch: Any) -> None:
+def test_a_run_without_any_reward_says_so_and_fails(
+    recipe: Callable[..., Any], train: Callable[..., Any], watch: Any
+) -> None:
     def unsure(completion: str) -> None:
         return None
 
     progress = watch()
-    assert train(recipe(), reward=unsure, progress=progress).exit_code == 0
+    with pytest.raises(RunError, match="return a number"):
+        train(recipe(), reward=unsure, progress=progress)
     assert progress.values("reward/missing_fraction") == [1.0, 1.0]
     messages = [notice for notice in progress.notices if "without a reward" in notice]
     assert messages == [

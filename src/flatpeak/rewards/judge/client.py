@@ -85,7 +85,9 @@ class EndpointJudge:
             requests_per_minute=config.requests_per_minute, tokens_per_minute=config.tokens_per_minute
         )
         self._outage = Outage(
-            give_up=config.give_up, what=f"rewards.{name}: the judge {backend.model} at {backend.base_url}"
+            give_up=config.give_up,
+            what=f"rewards.{name}: the judge {backend.model} at {backend.base_url}",
+            notice=lambda text: self._notices.append(text.removeprefix(f"rewards.{name}: ")),
         )
         self._budget = Budget(max_calls=config.budget.max_calls, max_cost=config.budget.max_cost)
         # A generator of its own: retries must not change any other random numbers.
@@ -236,7 +238,8 @@ class EndpointJudge:
             raise self._status_failure(error) from None
         except openai.APIConnectionError as error:
             cause = error.__cause__
-            text = f"connection failed: {type(cause).__name__ if cause else ''} {cause or error}"
+            address = self._backend.base_url
+            text = f"connection failed: {type(cause).__name__ if cause else ''} {cause or error} ({address})"
             raise _AttemptError(self.scrub(" ".join(text.split()))[:200], retried=True) from None
         except (openai.OpenAIError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             text = f"{type(error).__name__}: {error}"

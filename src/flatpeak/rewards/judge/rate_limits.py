@@ -8,6 +8,7 @@ import math
 import random
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
@@ -163,10 +164,14 @@ class Budget:
 class Outage:
     """Counts failures in a row. After FAILURES of them the endpoint is down, and one call in each PAUSE tries it."""
 
-    def __init__(self, *, give_up: float, what: str = "the judge") -> None:
-        """`give_up` is in seconds; `what` names the endpoint in the error."""
+    def __init__(
+        self, *, give_up: float, what: str = "the judge", notice: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """`give_up` is in seconds; `what` names the endpoint in messages."""
         self._give_up = give_up
         self._what = what
+        self._notice = notice
+        self._is_announced = False
         self._failures = 0
         self._since = 0.0
         self._last_error = ""
@@ -183,11 +188,15 @@ class Outage:
                     f"{self._what} has not answered for {silent:.0f} s and {self._failures} calls in a row (the last "
                     f"one: {self._last_error}): bring it back and try again, or resume the run"
                 )
+            if not self._is_announced:
+                self._is_announced = True
+                self._notice(f"{self._what} does not answer ({self._last_error}): waiting up to {self._give_up:g} s")
             await asyncio.sleep(PAUSE)
 
     def record_answer(self) -> None:
         """The endpoint replied, whatever its reply: it is not down."""
         self._failures = 0
+        self._is_announced = False
 
     def record_failure(self, error: str) -> None:
         """Count a call without a reply, or with an error of the server."""

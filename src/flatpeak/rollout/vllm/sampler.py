@@ -104,6 +104,10 @@ class VLLMSampler(Sampler):
         """Raise StoppedError instead of waiting for a server, once `stopping()` is true."""
         self._pool.stopping = stopping
 
+    def announce_with(self, notice: Callable[[str], None]) -> None:
+        """Give a notice when no server can be used."""
+        self._pool.notice = notice
+
     def stream(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
     ) -> Iterator[tuple[int, Group]]:

@@ -20,6 +20,8 @@ T = TypeVar("T")
 FIRST_DELAY: Final = 0.5
 LONGEST_DELAY: Final = 30.0
 """Seconds before the first retry, and the most before later ones; the actual delay is random, at least half of it."""
+ANNOUNCED_AFTER: Final = 5.0
+"""Seconds without any server after which a notice says so."""
 _POLL_SECONDS: Final = 0.2
 """Seconds between checks for a stop signal."""
 
@@ -53,11 +55,13 @@ class ServerPool:
         """`patience`: seconds without any server before a run fails. `stopping`: whether to give up at once."""
         self.servers = tuple(servers)
         self.stopping = stopping
+        self.notice: Callable[[str], None] = lambda text: None
         self._max_concurrency = max_concurrency
         self._patience = patience
         self._first_delay = first_delay
         self._absences: dict[Server, _Absence] = {}
         self._changed = threading.Condition()
+        self._is_announced = False
         self._jitter = random.Random()  # separate, so that retries do not change other random numbers
         self._next = 0
 
@@ -118,6 +122,7 @@ class ServerPool:
             while waiting:
                 done, waiting = wait(waiting, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
                 yield from done
+                self._announce_absence()
                 if waiting and self.stopping():
                     raise StoppedError("the run was asked to stop while it waited for an answer")
         finally:
@@ -166,6 +171,7 @@ class ServerPool:
         """Note that a server works."""
         with self._changed:
             if self._absences.pop(server, None):
+                self._is_announced = False
                 self._changed.notify_all()
 
     def sleep(self) -> None:
@@ -225,11 +231,26 @@ class ServerPool:
                 absence.unreachable = absence.pinging = False
                 self._changed.notify_all()
 
+    def _announce_absence(self) -> None:
+        """Give a notice once no server could be used for some seconds, which the run may wait for much longer."""
+        with self._changed:
+            due = not self._is_announced and self._are_absent(ANNOUNCED_AFTER, time.monotonic())
+            self._is_announced = self._is_announced or due
+            text = f"no server can be used ({self._reasons()}): waiting up to {self._patience:g} s for one"
+        if due:
+            self.notice(text)
+
     def _check_patience(self, now: float) -> None:
-        absences = list(self._absences.values())
-        if len(absences) == len(self.servers) and all(now - absence.since > self._patience for absence in absences):
-            reasons = "; ".join(f"{server.url}: {absence.reason}" for server, absence in self._absences.items())
+        if self._are_absent(self._patience, now):
             raise RunError(
-                f"no server could be used for {self._patience:g} s ({reasons}): restart them and continue with "
+                f"no server could be used for {self._patience:g} s ({self._reasons()}): restart them and continue with "
                 "--resume, with other rollout.engine.urls if their addresses have changed"
             )
+
+    def _are_absent(self, seconds: float, now: float) -> bool:
+        """Whether no server could be used for so long."""
+        absences = list(self._absences.values())
+        return len(absences) == len(self.servers) and all(now - absence.since > seconds for absence in absences)
+
+    def _reasons(self) -> str:
+        return "; ".join(f"{server.url}: {absence.reason}" for server, absence in self._absences.items())

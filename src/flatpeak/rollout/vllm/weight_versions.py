@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import secrets
 import shutil
-import tempfile
-import weakref
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -19,6 +17,7 @@ import torch
 from torch import nn
 
 from flatpeak.errors import UserError, brief
+from flatpeak.utils.scratch import ScratchDirectory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,17 +106,17 @@ class WeightFiles:
         self._head = head
         self._versions: list[Path] = []
         try:
-            if directory is not None:
-                Path(directory).expanduser().mkdir(parents=True, exist_ok=True)
-            parent = None if directory is None else str(Path(directory).expanduser().absolute())
-            self._directory = Path(tempfile.mkdtemp(prefix="flatpeak-weights-", dir=parent))
+            parent = None if directory is None else Path(directory).expanduser().absolute()
+            if parent is not None:
+                parent.mkdir(parents=True, exist_ok=True)
+            self._scratch = ScratchDirectory("weights", parent)
         except OSError as error:
             raise UserError(
                 f"you cannot write to rollout.engine.directory={directory} ({brief(error)}): set a directory that "
                 "trainer and servers share"
             ) from error
+        self._directory = self._scratch.path
         self._directory.chmod(0o755)  # servers may run as another user
-        self._delete = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
 
     def publish(self, number: int, tag: str) -> WeightVersion:
         """Write the version, and delete all versions before the previous one."""
@@ -143,7 +142,7 @@ class WeightFiles:
 
     def close(self) -> None:
         """Delete the files of all versions."""
-        self._delete()
+        self._scratch.close()
 
 
 class WeightTensors:
