@@ -19,7 +19,7 @@ from flatpeak.protocols import Sampler
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.training.batch import collate, minibatches, of_first_tokens, per_token, take
-from flatpeak.training.collect import Rollouts, collect, rollout_seed
+from flatpeak.training.collect import Rollouts, advantage_inputs, collect, rollout_seed
 from flatpeak.training.config import TrainingConfig
 from flatpeak.training.curriculum import Phase, Progression, take_prompts
 from flatpeak.training.history import SequenceWeightMonitor
@@ -161,10 +161,17 @@ class Trainer(StageTrainer):
         return derive_seed(self.seed, "step", step)
 
     def has_signal(self, groups: Sequence[Group], scores: Scores) -> list[bool]:
-        """Whether each group has a policy gradient, by the rewards as trained, before a KL penalty in them."""
-        rewards = self.reward_tensors(groups, scores)
-        signal_P = informative(rewards.rewards_PG, rewards.valid_PG) & rewards.trained_PG.any(dim=1)
-        return [bool(signal) for signal in signal_P]
+        """Whether each group has a policy gradient, by the rewards as trained, before a KL penalty in them.
+
+        Advantages by the reward's components, as GDPO's, may differ where the totals are equal.
+        """
+        rewards, asks = self.reward_tensors(groups, scores), self.group_advantages.asks
+        signal_P = informative(rewards.rewards_PG, rewards.valid_PG)
+        if "parts" in asks:
+            weights, unknown = self.phases[self.progression.phase].reward.weights, [None] * len(groups)
+            inputs = advantage_inputs(asks, groups, scores, weights=weights, greedy=unknown)
+            signal_P = self.group_advantages(rewards.rewards_PG, rewards.valid_PG, **inputs).any(dim=1)
+        return [bool(signal) for signal in signal_P & rewards.trained_PG.any(dim=1)]
 
     def pack(self, groups: Sequence[Group], rewards: RewardTensors) -> PackedCompletions:
         """The completions with a reward, scored once by the reference, if one is kept: it serves every epoch.
