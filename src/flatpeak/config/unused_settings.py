@@ -148,12 +148,6 @@ RULES = (
         instead="kl.placement=loss",
     ),
     Rule(
-        choice="kl.coefficient",
-        applies=lambda coefficient: coefficient == 0,
-        settings=("kl.adaptive",),
-        instead="kl.coefficient=0.01",
-    ),
-    Rule(
         choice="kl.placement",
         applies=lambda placement: placement != "loss",
         settings=("kl.groups",),
@@ -170,6 +164,12 @@ RULES = (
         applies=lambda baseline: baseline == "none",
         settings=("training.dynamic_sampling.max_resamples",),
         instead="advantage.baseline=mean",
+    ),
+    Rule(
+        choice="advantage.function",
+        applies=lambda function: function == "remax",
+        settings=("training.dynamic_sampling.max_resamples",),
+        instead="advantage.function=null",
     ),
     Rule(
         choice="advantage.function",

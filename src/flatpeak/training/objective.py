@@ -207,11 +207,13 @@ class Objective:
             weights_T = CORRECTIONS[config.type](self.sampler_ratio(batch), cap=config.cap, floor=config.floor)
         if config.reject is None:
             return weights_T
-        distance_T = KL_ESTIMATORS[config.reject.estimator](sampled_T, old_T).abs()
+        distance_T = KL_ESTIMATORS[config.reject.estimator](sampled_T, old_T)
+        if config.reject.over == "max":
+            distance_T = distance_T.abs()
         if config.reject.over != "token":
             completions = (batch.sequence_T, len(batch.lengths_N))
             distance_T = F.over_completions(distance_T, *completions, by=config.reject.over)
-        return weights_T.masked_fill(distance_T > config.reject.above, 0.0)
+        return weights_T.masked_fill(distance_T.abs() > config.reject.above, 0.0)
 
     def sampler_ratio(self, batch: Batch) -> Tensor:
         """p_old / mu of every token, before a bound, by the correction's level."""
