@@ -352,6 +352,12 @@ def test_dynamic_sampling_keeps_groups_whose_components_differ_where_the_advanta
     assert trainer.has_signal(groups, scores) == [True]
 
 
+def test_a_greedy_completion_is_rewarded_as_completions_are_trained() -> None:
+    trainer = dynamic_trainer({"a": (LONG, SHORT, [1.0, 0.5])}, truncated="zero_reward")
+    trainer.group_advantages = make_advantages(AdvantageConfig(function="remax"), group_size=2)
+    assert trainer.collect(1).greedy == [0.0, 0.0]  # right, and cut
+
+
 def test_a_curriculum_moves_on_by_the_pass_rate_of_all_groups_drawn() -> None:
     solved = (SHORT, SHORT, [1.0, 1.0])
     trainer = dynamic_trainer({"a": (SHORT, SHORT, [0.0, 1.0]), "b": solved, "c": solved, "d": solved})

@@ -50,7 +50,7 @@ class Rollouts:
     weights: Mapping[str, float] = field(default_factory=dict)
     """The weights of the reward's components."""
     greedy: Sequence[Score] = ()
-    """The reward of a greedy completion of each group's prompt, where the advantages ask for it."""
+    """The reward of a greedy completion of each group's prompt, as trained, where the advantages ask for it."""
 
     def advantage_inputs(self, names: Collection[str]) -> dict[str, Any]:
         """The values that an advantage function asks for beside the rewards; see `ADVANTAGE_INPUTS`."""
@@ -66,9 +66,8 @@ def collect(
     seed: int,
     has_signal: Callable[[Sequence[Group], Scores], Sequence[bool]],
     max_resamples: int,
-    greedy: bool = False,
 ) -> Rollouts:
-    """Sample and score `prompts_per_step` groups, and with `greedy` one more completion of each prompt without chance.
+    """Sample and score `prompts_per_step` groups.
 
     With a resample budget (dynamic sampling, DAPO), groups without signal are replaced by fresh prompts, at most
     `max_resamples` more rounds; what the budget cannot replace stays and counts in the loss's denominators.
@@ -106,8 +105,36 @@ def collect(
         measured={**_logged(scored), **phase.reward.measured(scores), **sampler.measured()},
         timed_out=_timed_out(scored),
         weights=phase.reward.weights,
-        greedy=_greedy_scores(sampler, phase, config, chosen, seed=seed, budget=budget) if greedy else (),
-        failed={name: more for name, count in failures(phase.reward).items() if (more := count - before.get(name, 0))},
+        failed=_failed_since(before, phase.reward),
+    )
+
+
+def with_greedy(
+    rollouts: Rollouts,
+    sampler: Sampler,
+    phase: Phase,
+    config: RolloutConfig,
+    *,
+    seed: int,
+    as_trained: Callable[[Sequence[Group], Scores], Sequence[Score]],
+) -> Rollouts:
+    """The rollouts with a greedy completion of each prompt: its reward as trained, its time and its failures."""
+    before, started = failures(phase.reward), time.perf_counter()
+    groups, scores, sampled_at = roll_out(
+        sampler,
+        phase.reward,
+        [group.prompt for group in rollouts.groups],
+        group_size=1,
+        sampling=replace(config.sampling(), temperature=0.0),
+        seed=seed,
+        budget=phase.reward.step_budget(),
+    )
+    return replace(
+        rollouts,
+        greedy=as_trained(groups, scores),
+        rollout_seconds=rollouts.rollout_seconds + sampled_at - started,
+        reward_seconds=rollouts.reward_seconds + time.perf_counter() - sampled_at,
+        failed=Counter(rollouts.failed) + Counter(_failed_since(before, phase.reward)),
     )
 
 
@@ -139,21 +166,6 @@ def advantage_inputs(
     return inputs
 
 
-def _greedy_scores(
-    sampler: Sampler,
-    phase: Phase,
-    config: RolloutConfig,
-    chosen: Sequence[_Drawn],
-    *,
-    seed: int,
-    budget: GradingBudget | None,
-) -> list[Score]:
-    """The reward of a greedy completion of each group's prompt."""
-    prompts, sampling = [group.prompt for group, _, _ in chosen], replace(config.sampling(), temperature=0.0)
-    _, scores, _ = roll_out(sampler, phase.reward, prompts, group_size=1, sampling=sampling, seed=seed, budget=budget)
-    return [score for (score,) in scores.total]
-
-
 def rollout_seed(seed: int, round_: int = 0) -> int:
     """The seed of a round of rollouts in the step with this seed."""
     return derive_seed(seed, "rollout", round_)
@@ -183,6 +195,11 @@ def _timed_out(scored: Sequence[Scores]) -> dict[str, int]:
 def failures(reward: RewardSet) -> dict[str, int]:
     """Number of completions that each reward component has failed on so far."""
     return {name: failure.count for name, failure in reward.failures.items()}
+
+
+def _failed_since(before: Mapping[str, int], reward: RewardSet) -> dict[str, int]:
+    """The completions that each component has failed on since then, without components that have none."""
+    return {name: more for name, count in failures(reward).items() if (more := count - before.get(name, 0))}
 
 
 def roll_out(

@@ -125,7 +125,8 @@ class Objective:
         """The objective of the next step: adaptive coefficients follow what a step of so many completions measured."""
         kl, config = self.kl, self.config
         if kl.adaptive is not None:
-            distance = metrics.get("policy/kl_reference", metrics.get("rollout/kl_reference", kl.adaptive.target))
+            # Before the updates and over all tokens, where that is known: k1 after them is of either sign.
+            distance = metrics.get("rollout/kl_reference", metrics.get("policy/kl_reference", kl.adaptive.target))
             kl = kl.model_copy(update={"coefficient": kl.adaptive.next(kl.coefficient, distance, completions)})
         if config.adaptive_entropy is not None and "policy/entropy" in metrics:
             rule, entropy = config.adaptive_entropy, metrics["policy/entropy"]

@@ -276,8 +276,8 @@ class ObjectiveConfig(StrictConfig):
     def _coefficients_of_the_loss(self) -> ObjectiveConfig:
         if self.adaptive_entropy is not None and self.entropy_coefficient:
             raise ValueError(
-                f"objective.entropy_coefficient={self.entropy_coefficient:g} with objective.adaptive_entropy, which sets "
-                "it: set objective.adaptive_entropy.start, or objective.adaptive_entropy=null"
+                f"objective.entropy_coefficient={self.entropy_coefficient:g} with objective.adaptive_entropy, which "
+                "sets it: set objective.adaptive_entropy.start, or objective.adaptive_entropy=null"
             )
         if self.floor >= min(1.0, self.cap):
             raise ValueError(
@@ -298,7 +298,7 @@ class AdaptiveKLConfig(StrictConfig):
     """A coefficient that holds the KL near a target. Ziegler et al. 2019, arXiv 1909.08593, section 2.2."""
 
     target: Annotated[float, Field(gt=0)] = 0.1
-    """The KL of each token to the reference, in nats."""
+    """The KL of each token to the reference, in nats: rollout/kl_reference, or policy/kl_reference without it."""
     horizon: Annotated[float, Field(gt=0)] = 10_000
     """Completions over which the coefficient changes by at most a factor of about 1.2 either way."""
 

@@ -19,7 +19,7 @@ from flatpeak.protocols import Sampler
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.training.batch import collate, minibatches, of_first_tokens, per_token, take
-from flatpeak.training.collect import Rollouts, advantage_inputs, collect, rollout_seed
+from flatpeak.training.collect import Rollouts, advantage_inputs, collect, rollout_seed, with_greedy
 from flatpeak.training.config import TrainingConfig
 from flatpeak.training.curriculum import Phase, Progression, take_prompts
 from flatpeak.training.history import SequenceWeightMonitor
@@ -36,7 +36,7 @@ from flatpeak.training.reward_tensors import (
 )
 from flatpeak.training.stage import StageTrainer
 from flatpeak.training.step_metrics import Clock, kl_metrics, staleness_metrics, step_metrics
-from flatpeak.types import Batch, Group, PackedCompletions, Scores
+from flatpeak.types import Batch, Group, PackedCompletions, Score, Scores
 
 REFERENCE = "reference."
 """Prefix of the reference's tensors in a checkpoint."""
@@ -137,8 +137,10 @@ class Trainer(StageTrainer):
                 has_signal=self.has_signal,
                 # Without a baseline a group of equal rewards has a gradient like any other.
                 max_resamples=resamples if self.group_advantages.compare_groups(rollout.group_size) else 0,
-                greedy="greedy_P" in self.group_advantages.asks,
             )
+            if "greedy_P" in self.group_advantages.asks:
+                phase, seed = self.phases[progression.phase], self.step_seed(step)
+                rollouts = with_greedy(rollouts, self.sampler, phase, rollout, seed=seed, as_trained=self.rewards_alone)
         progression.cursors[progression.phase] = rollouts.cursor
         return rollouts
 
@@ -172,6 +174,12 @@ class Trainer(StageTrainer):
             inputs = advantage_inputs(asks, groups, scores, weights=weights, greedy=unknown)
             signal_P = self.group_advantages(rewards.rewards_PG, rewards.valid_PG, **inputs).any(dim=1)
         return [bool(signal) for signal in signal_P & rewards.trained_PG.any(dim=1)]
+
+    def rewards_alone(self, groups: Sequence[Group], scores: Scores) -> list[Score]:
+        """The rewards as trained of groups of one completion each."""
+        rewards = self.reward_tensors(groups, scores, group_baseline=False)
+        known = zip(rewards.rewards_PG[:, 0].tolist(), rewards.valid_PG[:, 0].tolist(), strict=True)
+        return [reward if valid else None for reward, valid in known]
 
     def pack(self, groups: Sequence[Group], rewards: RewardTensors) -> PackedCompletions:
         """The completions with a reward, scored once by the reference, if one is kept: it serves every epoch.

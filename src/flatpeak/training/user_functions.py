@@ -104,8 +104,9 @@ def make_advantages(
 ) -> Advantages:
     """The advantages of a recipe; `own` is the function that a Python caller gave.
 
-    A function is tried on rewards of `num_prompts` groups of `group_size`, of components with these weights. UserError for one that is not
-    there, or whose result is of another shape or dtype, not finite, or depends on chance or on missing rewards.
+    A function is tried on rewards of `num_prompts` groups of `group_size`, of components with these weights. UserError
+    for one that is not there, or whose result is of another shape or dtype, not finite, or depends on chance or on
+    missing rewards.
     """
     if config.function is None:
         return Advantages(config=config)
