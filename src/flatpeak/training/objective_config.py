@@ -333,9 +333,7 @@ class KLConfig(StrictConfig):
     @model_validator(mode="after")
     def _has_an_effect(self) -> KLConfig:
         if self.adaptive is not None and self.coefficient == 0:
-            raise ValueError(
-                "kl.adaptive changes a coefficient by factors: set kl.coefficient=0.01, or kl.adaptive=null"
-            )
+            raise ValueError("kl.adaptive has no effect with kl.coefficient=0: remove it, or set kl.coefficient=0.01")
         if self.coefficient > 0 and self.estimator == "k1" and self.placement == "loss" and not self.ratio_weighted:
             raise ValueError(
                 "kl.estimator=k1 in the loss has zero expected gradient on-policy: use k3 or k2, "
