@@ -152,6 +152,23 @@ def test_another_function_does_not_take_over_the_arguments_of_the_one_before_it(
     assert parse_config(apply_overrides(BASE, overrides)).objective.arguments == arguments
 
 
+@pytest.mark.parametrize(
+    ("recipe", "override", "arguments"),
+    [
+        ("sapo", "objective.loss=dppo_tv", "objective.arguments"),
+        ("pass_at_k", "advantage.function=gdpo", "advantage.arguments"),
+        ("clip_cov", "objective.token_weights.function=m2po", "objective.token_weights.arguments"),
+    ],
+)
+def test_a_function_of_flatpeaks_does_not_take_over_the_arguments_of_another(
+    recipe: str, override: str, arguments: str
+) -> None:
+    section: Any = parse_config(apply_overrides(load_recipe(f"flatpeak:algorithms/{recipe}"), [override]))
+    for name in arguments.split("."):
+        section = getattr(section, name)
+    assert section == {}
+
+
 def test_arguments_that_wait_for_a_function_from_python_are_kept() -> None:
     recipe = {"objective": {"arguments": {"epsilon": 0.1}}}
     assert apply_overrides(recipe, ["objective.loss=python:spo"])["objective"]["arguments"] == {"epsilon": 0.1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from math import comb
 
 import numpy as np
 import pytest
@@ -78,6 +79,15 @@ def test_pass_at_k_of_too_few_answers_has_no_advantages() -> None:
     assert not bool(pass_at_k_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), valid_PG, k=2).any())
     with pytest.raises(ValueError, match="k=4 with groups of 4: give at least 1 and less than the group's size"):
         pass_at_k_advantages(torch.zeros(1, 4), torch.ones(1, 4, dtype=torch.bool), k=4)
+
+
+def test_pass_at_k_takes_large_groups_and_large_rewards() -> None:
+    """C(127, 63) has 37 digits, and the squares of the rewards 13."""
+    right = torch.arange(128) < 3
+    advantages_PG = pass_at_k_advantages(right[None].float() + 2.0**20, torch.ones(1, 128, dtype=torch.bool), k=64)
+    without, others = comb(125, 64) / comb(128, 64), comb(124, 63) / comb(127, 63)
+    expected = np.where(right.numpy(), without, without - others) / np.sqrt(without * (1 - without))
+    np.testing.assert_allclose(advantages_PG[0].numpy(), expected, rtol=1e-5)
 
 
 def test_gdpo_standardizes_each_component_by_itself() -> None:

@@ -32,6 +32,12 @@ def test_the_kl_coefficient_follows_the_distance_within_a_fifth(distance: float,
     assert objective.metrics() == {"kl/coefficient": objective.kl.coefficient}
 
 
+def test_the_kl_that_a_coefficient_follows_is_that_of_all_sampled_tokens_where_there_is_one() -> None:
+    measured = {"policy/kl_reference": -0.02, "rollout/kl_reference": 0.055}
+    objective = Objective(config=ObjectiveConfig(), kl=KL).adapted(measured, 20)
+    assert objective.kl.coefficient == pytest.approx(0.1 * (1 + 0.1 * 20 / 100), rel=1e-12)
+
+
 def test_the_entropy_bonus_grows_below_the_target_and_pauses_above_it() -> None:
     objective = Objective(config=ENTROPY, kl=KLConfig())
     seen = []

@@ -23,6 +23,8 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "normalized": {"type": "truncate", "cap": 1.3, "normalize": True},
     "rejected tokens": {"reject": {"estimator": "k2", "over": "token", "above": 0.02}},
     "rejected by k1": {"reject": {"estimator": "k1", "over": "token", "above": 0.2}},
+    "rejected means of k1": {"reject": {"estimator": "k1", "over": "mean", "above": 0.05}},
+    "rejected maxima of k1": {"reject": {"estimator": "k1", "over": "max", "above": 0.3}},
     "rejected sums": {"reject": {"estimator": "k3", "over": "sum", "above": 0.1}},
     "rejected means": {"type": "mask", "cap": 1.5, "reject": {"estimator": "k3", "over": "mean", "above": 0.02}},
     "rejected maxima": {"reject": {"estimator": "k3", "over": "max", "above": 0.06}},
@@ -59,12 +61,12 @@ def by_hand(batch: Batch, settings: dict[str, Any]) -> np.ndarray:
         weights = np.where((ratio < floor) | (ratio > cap), 0.0, ratio)
     if "reject" in settings:
         rule = settings["reject"]
-        estimates = {"k1": abs(distance), "k2": distance**2 / 2, "k3": np.exp(distance) - 1 - distance}
+        estimates = {"k1": -distance, "k2": distance**2 / 2, "k3": np.exp(distance) - 1 - distance}
         estimate = estimates[rule["estimator"]]
         if rule["over"] != "token":
-            by = {"sum": np.sum, "mean": np.mean, "max": np.max}[rule["over"]]
+            by = {"sum": np.sum, "mean": np.mean, "max": lambda values: abs(values).max()}[rule["over"]]
             estimate = np.array([by(estimate[sequence == n]) for n in range(len(batch.lengths_N))])[sequence]
-        weights = np.where(estimate > rule["above"], 0.0, weights)
+        weights = np.where(abs(estimate) > rule["above"], 0.0, weights)
     return weights / weights.mean() if settings.get("normalize") else weights
 
 

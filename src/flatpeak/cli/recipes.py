@@ -303,6 +303,8 @@ def recipes(
     """List the shipped recipes, or print one of them."""
     from flatpeak.config import shipped_recipes
 
+    if name and paper is not None:
+        raise UserError(f"{name} with --paper {paper}: give a recipe's name or a paper's number")
     selected = shipped_recipes.select(name) if paper is None else shipped_recipes.of_paper(paper)
     if as_json:
         typer.echo(shipped_recipes.to_json(selected))

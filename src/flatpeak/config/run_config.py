@@ -99,10 +99,11 @@ class RunConfig(StrictConfig):
             raise ValueError(
                 f"kl.groups=informative with {other}, which needs all groups: set kl.groups=all, or leave the other out"
             )
-        if self.evaluation.sharpness is not None and advantage.function == "remax":
+        alone = advantage.function == "remax" or (advantage.function is None and advantage.baseline == "none")
+        if advantage.limit_spreads is not None and (alone or self.rollout.group_size < 2):
             raise ValueError(
-                "evaluation.sharpness with advantage.function=remax: evaluations draw no greedy completions to compare "
-                "with; set evaluation.sharpness=null or another advantage"
+                f"advantage.limit_spreads={advantage.limit_spreads:g} needs advantages that compare the completions of "
+                "a group: one of equal rewards has no spread, and would teach nothing; use advantage.limit"
             )
         if self.rollout.group_size < 2 and advantage.function in ADVANTAGE_ARGUMENTS.keys() - {"remax"}:
             raise ValueError(
@@ -181,10 +182,20 @@ class RunConfig(StrictConfig):
         judges = [name for name, reward in self.rewards.items() if reward.type == "judge"]
         if judges and not sharpness.judges:
             raise ValueError(sharpness.refusal_of(judges[0]))
-        if sharpness.eigenvalue and sharpness.samples < 2 and self.advantage.baseline != "none":
+        advantage = self.advantage
+        if not sharpness.eigenvalue or advantage.baseline == "none":
+            return self
+        if advantage.function == "remax":
             raise ValueError(
-                "evaluation.sharpness.eigenvalue with samples=1: advantages within a group need at least 2 "
-                "completions; raise evaluation.sharpness.samples"
+                "evaluation.sharpness.eigenvalue with advantage.function=remax: evaluations draw no greedy completions "
+                "to compare with; set evaluation.sharpness.eigenvalue=false or another advantage"
+            )
+        k = advantage.arguments.get("k") if advantage.function == "pass_at_k" else None
+        needed = k + 1 if isinstance(k, int) else 2
+        if sharpness.samples < needed:
+            raise ValueError(
+                f"evaluation.sharpness.eigenvalue with samples={sharpness.samples}: advantages within a group need at "
+                f"least {needed} completions; raise evaluation.sharpness.samples"
             )
         return self
 

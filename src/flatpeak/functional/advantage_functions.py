@@ -66,17 +66,23 @@ def pass_at_k_advantages(rewards_PG: Tensor, valid_PG: Tensor, *, k: int) -> Ten
 
 
 def _best_of_subsets(rewards_N: Tensor, k: int) -> Tensor:
-    """The advantages of one group's valid rewards, by their order: the best of a subset is the highest rank in it."""
+    """The advantages of one group's valid rewards, by their order: the best of a subset is the highest rank in it.
+
+    They do not change with a constant in all rewards, which is subtracted for the sake of the variance's digits.
+    """
     number = len(rewards_N)
     sorted_N, order_N = rewards_N.sort()
-    best_N = rewards_N.new_tensor([comb(rank, k - 1) for rank in range(number)]) / comb(number, k)
+    sorted_N = sorted_N - sorted_N[0]
+    best_N = rewards_N.new_tensor([comb(rank, k - 1) / comb(number, k) for rank in range(number)])
     mean, square = (best_N * sorted_N).sum(), (best_N * sorted_N.square()).sum()
     deviation = (square - mean.square()).clamp(min=0).sqrt()
     if bool(sorted_N[0] == sorted_N[-1]) or not deviation > 0:
         return torch.zeros_like(rewards_N)
     others = comb(number - 1, k - 1)
-    own_N = rewards_N.new_tensor([comb(rank, k - 1) for rank in range(number)]) / others
-    above_N = rewards_N.new_tensor([comb(rank - 1, k - 2) if rank and k > 1 else 0 for rank in range(number)]) / others
+    own_N = rewards_N.new_tensor([comb(rank, k - 1) / others for rank in range(number)])
+    above_N = rewards_N.new_tensor(
+        [comb(rank - 1, k - 2) / others if rank and k > 1 else 0.0 for rank in range(number)]
+    )
     higher_N = (above_N * sorted_N).flip(0).cumsum(0).flip(0) - above_N * sorted_N
     return torch.empty_like(rewards_N).scatter(0, order_N, (own_N * sorted_N + higher_N - mean) / deviation)
 

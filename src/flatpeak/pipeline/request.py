@@ -22,6 +22,7 @@ from flatpeak.pipeline.samplers import SamplerFactory
 from flatpeak.policy.config import ModelConfig
 from flatpeak.protocols import Progress, SamplerLike, Task
 from flatpeak.rewards.functions import function_name
+from flatpeak.rewards.reward_set import as_reward
 from flatpeak.runs.callbacks import Callback, check_callbacks
 from flatpeak.runs.manifest import flatten
 from flatpeak.tasks.dataset import GOLDS, task_of
@@ -228,7 +229,10 @@ class Algorithm:
 
 def make_algorithm(config: RunConfig, objects: CallerObjects) -> Algorithm:
     """The objective and the advantages of a recipe or its caller; UserError where a function is unfit."""
-    rollout = config.rollout
+    rollout, rewards = config.rollout, objects.reward
+    weights = {name: reward.weight for name, reward in config.rewards.items()}
+    if rewards is not None:
+        weights = as_reward(rewards, name=config.evaluation.accuracy_part).weights
     return Algorithm(
         objective=make_objective(config.objective, config.kl, own=objects.loss),
         advantages=make_advantages(
@@ -236,6 +240,7 @@ def make_algorithm(config: RunConfig, objects: CallerObjects) -> Algorithm:
             own=objects.advantage,
             num_prompts=rollout.prompts_per_step,
             group_size=rollout.group_size,
+            part_weights=weights,
         ),
     )
 

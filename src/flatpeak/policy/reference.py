@@ -60,7 +60,8 @@ class Snapshot(Policy):
         with policy.whole() as whole:
             current = {name: tensor.detach().clone() for name, tensor in self._movable(whole.model).items()}
         mixed = {
-            name: _average(averages.get(name, own), current[name].to(own.device), decay=decay)
+            # A checkpoint's averages are on the CPU.
+            name: _average(averages.get(name, own).to(own.device), current[name].to(own.device), decay=decay)
             for name, own in self.tensors().items()
         }
         self.load(mixed)

@@ -51,7 +51,7 @@ class Rollouts:
     weights: Mapping[str, float] = field(default_factory=dict)
     """The weights of the reward's components."""
     greedy: Sequence[Score] = ()
-    """The reward of a greedy completion of each group's prompt, where the advantages ask for it."""
+    """The reward of a greedy completion of each group's prompt, as trained, where the advantages ask for it."""
     rates: Mapping[str, float] = field(default_factory=dict)
     """The pass rate of each question that was asked, or the mean reward where nothing says right or wrong."""
 
@@ -69,10 +69,9 @@ def collect(
     seed: int,
     has_signal: Callable[[Sequence[Group], Scores], Sequence[bool]],
     max_resamples: int,
-    greedy: bool = False,
     skips: Callable[[Prompt], bool] | None = None,
 ) -> Rollouts:
-    """Sample and score `prompts_per_step` groups, and with `greedy` one more completion of each prompt without chance.
+    """Sample and score `prompts_per_step` groups.
 
     With a resample budget (dynamic sampling, DAPO), groups without signal are replaced by fresh prompts, at most
     `max_resamples` more rounds; what the budget cannot replace stays and counts in the loss's denominators.
@@ -106,8 +105,36 @@ def collect(
         timed_out=_timed_out(scored),
         weights=phase.reward.weights,
         rates=_rates(phase, [*kept, *without_signal]),
-        greedy=_greedy_scores(sampler, phase, config, chosen, seed=seed, budget=budget) if greedy else (),
-        failed={name: more for name, count in failures(phase.reward).items() if (more := count - before.get(name, 0))},
+        failed=_failed_since(before, phase.reward),
+    )
+
+
+def with_greedy(
+    rollouts: Rollouts,
+    sampler: Sampler,
+    phase: Phase,
+    config: RolloutConfig,
+    *,
+    seed: int,
+    as_trained: Callable[[Sequence[Group], Scores], Sequence[Score]],
+) -> Rollouts:
+    """The rollouts with a greedy completion of each prompt: its reward as trained, its time and its failures."""
+    before = failures(phase.reward)
+    groups, scores, seconds = roll_out(
+        sampler,
+        phase.reward,
+        [group.prompt for group in rollouts.groups],
+        group_size=1,
+        sampling=replace(config.sampling(), temperature=0.0),
+        seed=seed,
+        budget=phase.reward.step_budget(),
+    )
+    return replace(
+        rollouts,
+        greedy=as_trained(groups, scores),
+        rollout_seconds=rollouts.rollout_seconds + seconds[0],
+        reward_seconds=rollouts.reward_seconds + seconds[1],
+        failed=Counter(rollouts.failed) + Counter(_failed_since(before, phase.reward)),
     )
 
 
@@ -151,21 +178,6 @@ def _rates(phase: Phase, drawn: Sequence[_Drawn]) -> dict[str, float]:
     return {question: rate for question, rate in rates.items() if not math.isnan(rate)}
 
 
-def _greedy_scores(
-    sampler: Sampler,
-    phase: Phase,
-    config: RolloutConfig,
-    chosen: Sequence[_Drawn],
-    *,
-    seed: int,
-    budget: GradingBudget | None,
-) -> list[Score]:
-    """The reward of a greedy completion of each group's prompt."""
-    prompts, sampling = [group.prompt for group, _, _ in chosen], replace(config.sampling(), temperature=0.0)
-    _, scores, _ = roll_out(sampler, phase.reward, prompts, group_size=1, sampling=sampling, seed=seed, budget=budget)
-    return [score for (score,) in scores.total]
-
-
 def rollout_seed(seed: int, round_: int = 0) -> int:
     """The seed of a round of rollouts in the step with this seed."""
     return derive_seed(seed, "rollout", round_)
@@ -195,6 +207,11 @@ def _timed_out(scored: Sequence[Scores]) -> dict[str, int]:
 def failures(reward: RewardSet) -> dict[str, int]:
     """Number of completions that each reward component has failed on so far."""
     return {name: failure.count for name, failure in reward.failures.items()}
+
+
+def _failed_since(before: Mapping[str, int], reward: RewardSet) -> dict[str, int]:
+    """The completions that each component has failed on since then, without components that have none."""
+    return {name: more for name, count in failures(reward).items() if (more := count - before.get(name, 0))}
 
 
 def roll_out(

@@ -78,7 +78,7 @@ class Objective:
     @property
     def needs_all_tokens(self) -> bool:
         """Whether tokens without advantage have a gradient too."""
-        beside = self.config.has_entropy or self.token_weights is not None or self.loss.all_tokens
+        beside = self.config.has_entropy or self.weighs_minibatches or self.loss.all_tokens
         return beside or (self.kl_in_loss and self.kl.groups == "all")
 
     @property
@@ -125,7 +125,8 @@ class Objective:
         """The objective of the next step: adaptive coefficients follow what a step of so many completions measured."""
         kl, config = self.kl, self.config
         if kl.adaptive is not None:
-            distance = metrics.get("policy/kl_reference", metrics.get("rollout/kl_reference", kl.adaptive.target))
+            # Before the updates and over all tokens, where that is known: k1 after them is of either sign.
+            distance = metrics.get("rollout/kl_reference", metrics.get("policy/kl_reference", kl.adaptive.target))
             kl = kl.model_copy(update={"coefficient": kl.adaptive.next(kl.coefficient, distance, completions)})
         if config.adaptive_entropy is not None and "policy/entropy" in metrics:
             rule, entropy = config.adaptive_entropy, metrics["policy/entropy"]
@@ -207,11 +208,13 @@ class Objective:
             weights_T = CORRECTIONS[config.type](self.sampler_ratio(batch), cap=config.cap, floor=config.floor)
         if config.reject is None:
             return weights_T
-        distance_T = KL_ESTIMATORS[config.reject.estimator](sampled_T, old_T).abs()
+        distance_T = KL_ESTIMATORS[config.reject.estimator](sampled_T, old_T)
+        if config.reject.over == "max":
+            distance_T = distance_T.abs()
         if config.reject.over != "token":
             completions = (batch.sequence_T, len(batch.lengths_N))
             distance_T = F.over_completions(distance_T, *completions, by=config.reject.over)
-        return weights_T.masked_fill(distance_T > config.reject.above, 0.0)
+        return weights_T.masked_fill(distance_T.abs() > config.reject.above, 0.0)
 
     def sampler_ratio(self, batch: Batch) -> Tensor:
         """p_old / mu of every token, before a bound, by the correction's level."""
@@ -267,11 +270,14 @@ class Objective:
             kl=F.kl_k3(sampled_T, trainer_T).sum(),
             weight=None if weights_T is None else weights_T.sum(),
             squares=None if weights_T is None else weights_T.square().sum(),
-            capped=(self.sampler_ratio(batch) > self.config.sampler_correction.cap).sum()
-            if self.corrects_sampler
-            else None,
+            capped=None if weights_T is None else self._capped(batch).sum(),
             by_depth=_by_depth(gap_T, batch) if self.corrects_sampler else None,
         )
+
+    def _capped(self, batch: Batch) -> Tensor:
+        """bool [T]: tokens whose importance weight is above the cap."""
+        config = self.config.sampler_correction
+        return (self.sampler_ratio(batch) > config.cap) & (config.type != "none")
 
     def ratio(self, logprobs_T: Tensor, batch: Batch) -> Tensor:
         """The importance ratio that the loss uses, of every token."""

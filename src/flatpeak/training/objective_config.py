@@ -143,7 +143,8 @@ class RejectionConfig(StrictConfig):
     """Tokens or completions without a policy loss, by an estimate of the KL of the sampler to the trainer."""
 
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """The estimate of each token, as in kl.estimator: k1, of which the size counts, k2 or k3."""
+    """The estimate of each token, as in kl.estimator: k1, k2 or k3. Of k1 tokens of either sign cancel in a sum or
+    mean, and the size of the result counts."""
     over: Literal["token", "sum", "mean", "max"] = "mean"
     """token: each token by itself. sum, mean, max: a completion as a whole, by this of its tokens."""
     above: Annotated[float, Field(gt=0)] = 0.1
@@ -190,7 +191,14 @@ class TokenWeightsConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _known_arguments(self) -> TokenWeightsConfig:
-        _check_arguments(self.arguments, self.function, TOKEN_WEIGHT_ARGUMENTS, "objective.token_weights")
+        key = "objective.token_weights"
+        _check_arguments(self.arguments, self.function, TOKEN_WEIGHT_ARGUMENTS, key)
+        for name, value in self.arguments.items() if self.function in TOKEN_WEIGHT_ARGUMENTS else ():
+            largest = 1.0 if name in ("fraction", "alpha", "probability") else float("inf")
+            if not isinstance(value, int | float) or not 0 < value <= largest:
+                raise ValueError(
+                    f"{key}.arguments.{name}={value}: give a number above 0{' and at most 1' if largest == 1 else ''}"
+                )
         return self
 
 
@@ -202,7 +210,7 @@ class AdaptiveEntropyConfig(StrictConfig):
     step: Annotated[float, Field(gt=0)] = 0.005
     """The change of the coefficient: up after a step at or below the target, down after one above it."""
     start: Annotated[float, Field(ge=0)] = 0.0
-    """The coefficient at the first step."""
+    """The coefficient from which the first change goes. The first step has no bonus: nothing was measured before it."""
     largest: Annotated[float, Field(gt=0)] = 1.0
     """The largest coefficient."""
 
@@ -266,6 +274,11 @@ class ObjectiveConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _coefficients_of_the_loss(self) -> ObjectiveConfig:
+        if self.adaptive_entropy is not None and self.entropy_coefficient:
+            raise ValueError(
+                f"objective.entropy_coefficient={self.entropy_coefficient:g} with objective.adaptive_entropy, which "
+                "sets it: set objective.adaptive_entropy.start, or objective.adaptive_entropy=null"
+            )
         if self.floor >= min(1.0, self.cap):
             raise ValueError(
                 f"objective.floor={self.floor:g}: give less than 1, the ratio of equal policies, and less than the cap"
@@ -285,7 +298,7 @@ class AdaptiveKLConfig(StrictConfig):
     """A coefficient that holds the KL near a target. Ziegler et al. 2019, arXiv 1909.08593, section 2.2."""
 
     target: Annotated[float, Field(gt=0)] = 0.1
-    """The KL of each token to the reference, in nats."""
+    """The KL of each token to the reference, in nats: rollout/kl_reference, or policy/kl_reference without it."""
     horizon: Annotated[float, Field(gt=0)] = 10_000
     """Completions over which the coefficient changes by at most a factor of about 1.2 either way."""
 
@@ -318,7 +331,9 @@ class KLConfig(StrictConfig):
     """Change `coefficient` from step to step to hold a KL; null: it stays."""
 
     @model_validator(mode="after")
-    def _k1_has_no_gradient(self) -> KLConfig:
+    def _has_an_effect(self) -> KLConfig:
+        if self.adaptive is not None and self.coefficient == 0:
+            raise ValueError("kl.adaptive has no effect with kl.coefficient=0: remove it, or set kl.coefficient=0.01")
         if self.coefficient > 0 and self.estimator == "k1" and self.placement == "loss" and not self.ratio_weighted:
             raise ValueError(
                 "kl.estimator=k1 in the loss has zero expected gradient on-policy: use k3 or k2, "

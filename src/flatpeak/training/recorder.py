@@ -397,6 +397,5 @@ class Recorder:
         self.metrics.close()
 
     def _count_time(self) -> None:
-        now = time.perf_counter()
-        self.history.seconds += now - self._since
-        self._since = now
+        before, self._since = self._since, time.perf_counter()
+        self.history.seconds += self._since - before

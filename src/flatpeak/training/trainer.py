@@ -19,7 +19,7 @@ from flatpeak.protocols import Sampler
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.training.batch import collate, minibatches, of_first_tokens, per_token, take
-from flatpeak.training.collect import Rollouts, collect, pass_rates, rollout_seed
+from flatpeak.training.collect import Rollouts, advantage_inputs, collect, pass_rates, rollout_seed, with_greedy
 from flatpeak.training.config import TrainingConfig
 from flatpeak.training.curriculum import Phase, Progression, take_prompts
 from flatpeak.training.history import SequenceWeightMonitor
@@ -37,7 +37,7 @@ from flatpeak.training.reward_tensors import (
 )
 from flatpeak.training.stage import StageTrainer
 from flatpeak.training.step_metrics import Clock, kl_metrics, staleness_metrics, step_metrics
-from flatpeak.types import Batch, Group, PackedCompletions, Scores
+from flatpeak.types import Batch, Group, PackedCompletions, Score, Scores
 
 REFERENCE = "reference."
 """Prefix of the reference's tensors in a checkpoint."""
@@ -138,9 +138,11 @@ class Trainer(StageTrainer):
                 has_signal=self.has_signal,
                 # Without a baseline a group of equal rewards has a gradient like any other.
                 max_resamples=resamples if self.group_advantages.compare_groups(rollout.group_size) else 0,
-                greedy="greedy_P" in self.group_advantages.asks,
                 skips=progression.skips(self.config.training.difficulty, seed=self.seed),
             )
+            if "greedy_P" in self.group_advantages.asks:
+                phase, seed = self.phases[progression.phase], self.step_seed(step)
+                rollouts = with_greedy(rollouts, self.sampler, phase, rollout, seed=seed, as_trained=self.rewards_alone)
         progression.cursors[progression.phase] = rollouts.cursor
         if self.config.training.difficulty is not None:
             progression.rates |= rollouts.rates
@@ -165,15 +167,27 @@ class Trainer(StageTrainer):
         return derive_seed(self.seed, "step", step)
 
     def has_signal(self, groups: Sequence[Group], scores: Scores) -> list[bool]:
-        """Whether each group has a policy gradient, by the rewards as trained, before a KL penalty in them."""
-        rewards = self.reward_tensors(groups, scores)
+        """Whether each group has a policy gradient, by the rewards as trained, before a KL penalty in them.
+
+        Advantages by the reward's components, as GDPO's, may differ where the totals are equal.
+        """
+        rewards, asks = self.reward_tensors(groups, scores), self.group_advantages.asks
         rule, phase = self.config.training.dynamic_sampling, self.phases[self.progression.phase]
-        signal_P = informative(rewards.rewards_PG, rewards.valid_PG) & rewards.trained_PG.any(dim=1)
+        signal_P = informative(rewards.rewards_PG, rewards.valid_PG)
+        if "parts" in asks:
+            inputs = advantage_inputs(asks, groups, scores, weights=phase.reward.weights, greedy=[None] * len(groups))
+            signal_P = self.group_advantages(rewards.rewards_PG, rewards.valid_PG, **inputs).any(dim=1)
         signal_P &= deviations(rewards.rewards_PG, rewards.valid_PG) >= rule.min_std
         if rule.pass_rate is not None:
             rates_P = torch.tensor(pass_rates(phase, scores))
             signal_P &= (rates_P >= rule.pass_rate[0]) & (rates_P <= rule.pass_rate[1])
-        return [bool(signal) for signal in signal_P]
+        return [bool(signal) for signal in signal_P & rewards.trained_PG.any(dim=1)]
+
+    def rewards_alone(self, groups: Sequence[Group], scores: Scores) -> list[Score]:
+        """The rewards as trained of groups of one completion each."""
+        rewards = self.reward_tensors(groups, scores, group_baseline=False)
+        known = zip(rewards.rewards_PG[:, 0].tolist(), rewards.valid_PG[:, 0].tolist(), strict=True)
+        return [reward if valid else None for reward, valid in known]
 
     def pack(self, groups: Sequence[Group], rewards: RewardTensors) -> PackedCompletions:
         """The completions with a reward, scored once by the reference, if one is kept: it serves every epoch.

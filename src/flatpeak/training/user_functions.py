@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -94,12 +95,18 @@ def _token_weight_trial() -> dict[str, Any]:
 
 
 def make_advantages(
-    config: AdvantageConfig, *, own: object = None, num_prompts: int = 2, group_size: int = 4
+    config: AdvantageConfig,
+    *,
+    own: object = None,
+    num_prompts: int = 2,
+    group_size: int = 4,
+    part_weights: Mapping[str, float] = MappingProxyType({"correctness": 1.0}),
 ) -> Advantages:
     """The advantages of a recipe; `own` is the function that a Python caller gave.
 
-    A function is tried on rewards of `num_prompts` groups of `group_size`. UserError for one that is not
-    there, or whose result is of another shape or dtype, not finite, or depends on chance or on missing rewards.
+    A function is tried on rewards of `num_prompts` groups of `group_size`, of components with these weights. UserError
+    for one that is not there, or whose result is of another shape or dtype, not finite, or depends on chance or on
+    missing rewards.
     """
     if config.function is None:
         return Advantages(config=config)
@@ -119,7 +126,7 @@ def make_advantages(
     )
     called = partial(function, **config.arguments)
     with torch.random.fork_rng(devices=[]):
-        _try_advantages(called, num_prompts, group_size, where, asks)
+        _try_advantages(called, num_prompts, group_size, where, asks, part_weights)
     checked = partial(_checked_advantages, called, where)
     return Advantages(config=config, own=checked, asks=asks, compares=known is None or known.compares)
 
@@ -302,7 +309,12 @@ def _rewards_as_text(rewards_G: Tensor, valid_G: Tensor) -> str:
 
 
 def _try_advantages(
-    function: Callable[..., Any], num_prompts: int, group_size: int, where: str, asks: Collection[str]
+    function: Callable[..., Any],
+    num_prompts: int,
+    group_size: int,
+    where: str,
+    asks: Collection[str],
+    part_weights: Mapping[str, float],
 ) -> None:
     """Try a function on rewards that differ, that are equal, and of which some, or all, are missing."""
     shape = (num_prompts, group_size)
@@ -312,7 +324,7 @@ def _try_advantages(
     some = everything.clone()
     some[0, 2:3] = False  # of two, a missing one would leave one, whose group is missing as a whole
     some[1:2] = False
-    inputs = {name: made for name, made in _trial_inputs(rewards_PG).items() if name in asks}
+    inputs = {name: made for name, made in _trial_inputs(rewards_PG, part_weights).items() if name in asks}
     function = partial(function, **inputs)
 
     for rewards, valid in (
@@ -329,12 +341,12 @@ def _try_advantages(
     _try_missing(function, rewards_PG, some, where)
 
 
-def _trial_inputs(rewards_PG: Tensor) -> dict[str, Any]:
-    """Values for all that a function may ask for: completions of three tokens, one reward component."""
+def _trial_inputs(rewards_PG: Tensor, part_weights: Mapping[str, float]) -> dict[str, Any]:
+    """Values for all that a function may ask for: completions of three tokens, equal reward components."""
     return {
         "lengths_PG": torch.full(rewards_PG.shape, 3),
-        "parts": {"correctness": rewards_PG},
-        "part_weights": {"correctness": 1.0},
+        "parts": {name: rewards_PG.clone() for name in part_weights},
+        "part_weights": dict(part_weights),
         "old_logprobs_PGL": torch.full((*rewards_PG.shape, 3), -0.5),
         "greedy_P": torch.zeros(len(rewards_PG)),
     }
