@@ -18,10 +18,13 @@ per_device_train_batch_size  generation_batch_size  batch_size  gradient_accumul
 num_generations  steps_per_generation  num_iterations  max_steps  num_train_epochs
 max_prompt_length  max_completion_length  max_seq_length  system_prompt  chat_template  min_p  repetition_penalty
 learning_rate  lr  lr_scheduler_type  warmup_ratio  optim  optim=adamw_8bit  optimizer.beta  optimizer.epsilon
-loss_type  loss_type=grpo  loss_type=dr_grpo  loss_type=dapo  loss_type=cispo
+loss_type  loss_type=grpo  loss_type=dr_grpo  loss_type=dapo  loss_type=cispo  loss_type=sapo  loss_type=vespo
+loss_type=luspo
 beta  epsilon  epsilon_high  scale_rewards  scale_rewards=batch  scale_rewards=none  scale_rewards=false
 advantage.epsilon  importance_sampling_level  importance_sampling_level=sequence  mask_truncated_completions
-sync_ref_model  ref_model_sync_steps  disable_dropout
+sync_ref_model  ref_model_sync_steps  ref_model_mixup_alpha  disable_dropout
+top_entropy_quantile  off_policy_mask_threshold  sapo_temperature_pos  sapo_temperature_neg  use_adaptive_entropy
+entropy_target  multi_objective_aggregation
 use_vllm  vllm_mode  vllm_importance_sampling_cap  gpu_memory_utilization  fast_inference  rollout.engine=vllm
 use_peft  peft_config  lora_r  lora_alpha  lora_dropout  lora_target_modules  load_in_4bit  load_in_8bit
 bf16  fp16  gradient_checkpointing  use_liger_kernel  use_liger_loss  deepspeed  fsdp  nproc_per_node
@@ -46,8 +49,14 @@ actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean  actor_rollout_ref.act
 actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm
 actor_rollout_ref.actor.use_kl_loss  actor_rollout_ref.actor.kl_loss_coef  actor_rollout_ref.actor.tis_imp_ratio_cap
 algorithm.adv_estimator  algorithm.adv_estimator=grpo  algorithm.adv_estimator=rloo  algorithm.adv_estimator=gae
+algorithm.adv_estimator=remax  algorithm.adv_estimator=opo  algorithm.adv_estimator=gdpo
+algorithm.adv_estimator=reinforce_plus_plus  algorithm.adv_estimator=reinforce_plus_plus_baseline
+policy_loss.loss_mode  policy_loss.loss_mode=clip_cov  policy_loss.loss_mode=kl_cov  policy_loss.loss_mode=geo_mean
+policy_loss.loss_mode=dppo_tv  policy_loss.loss_mode=dppo_kl
 algorithm.norm_adv_by_std_in_grpo  algorithm.norm_adv_by_std_in_grpo=false
-algorithm.use_kl_in_reward  algorithm.kl_ctrl.kl_coef
+algorithm.use_kl_in_reward  algorithm.kl_ctrl.kl_coef  algorithm.kl_ctrl.target_kl  algorithm.kl_ctrl.horizon
+rollout_correction.rollout_is  rollout_correction.rollout_is_threshold
+rollout_correction.rollout_is_batch_normalize  rollout_correction.rollout_rs  rollout_correction.rollout_rs_threshold
 algorithm.filter_groups.enable  algorithm.filter_groups.max_num_gen_batches  algorithm.filter_groups
 reward_model.reward_manager  reward_model.overlong_buffer.enable  reward_model.overlong_buffer.len
 custom_reward_function  custom_reward_function.path  custom_reward_function.name  critic.optim.lr

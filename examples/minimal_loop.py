@@ -64,8 +64,9 @@ def make_batch(groups: list[Group], rewards_PG: torch.Tensor, policy: Policy) ->
     """Packed completions, each with its advantage and the weight of its tokens in the loss."""
     nothing_missing_PG = torch.ones_like(rewards_PG, dtype=torch.bool)
     completions = collate(groups, nothing_missing_PG, device=policy.device)
+    advantages_N = F.group_advantages(rewards_PG, baseline="mean", scale="std").flatten()
     return completions.to_batch(
-        advantages_N=F.group_advantages(rewards_PG, baseline="mean", scale="std").flatten(),
+        advantages_T=advantages_N.index_select(0, completions.sequence_T),
         weights_N=F.completion_weights(completions.lengths_N, "sequence_mean"),
         old_logprobs_T=completions.sampler_logprobs_T,
     )
@@ -74,14 +75,13 @@ def make_batch(groups: list[Group], rewards_PG: torch.Tensor, policy: Policy) ->
 def loss_of(policy: Policy, batch: Batch) -> torch.Tensor:
     """sum_i w_i sum_t -min(r A, clip(r) A), with the ratio r to the sampler's probabilities.
 
-    Other algorithms change single lines: `F.policy_gradient(logprobs_T, advantages_T)` here is REINFORCE, and the
+    Other algorithms change single lines: `F.policy_gradient(logprobs_T, batch.advantages_T)` here is REINFORCE, and the
     weights "constant" with scale "none" above are Dr. GRPO.
     """
     logprobs_T, _ = policy.token_logprobs(batch, temperature=SAMPLING.temperature)
-    advantages_T = batch.advantages_N.index_select(0, batch.sequence_T)
     weights_T = batch.weights_N.index_select(0, batch.sequence_T)
     ratio_T = F.importance_ratio(logprobs_T, batch.old_logprobs_T)
-    return (weights_T * F.clipped_surrogate(ratio_T, advantages_T, clip_low=0.2, clip_high=0.2)).sum()
+    return (weights_T * F.clipped_surrogate(ratio_T, batch.advantages_T, clip_low=0.2, clip_high=0.2)).sum()
 
 
 def train(steps: int, *, seed: int = 0) -> list[float]:

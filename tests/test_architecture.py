@@ -38,7 +38,6 @@ SHORTEST_FILE = 60
 SHORT_FILES = {
     "config.distribution": "refusals that read every section, apart from the rules of unused settings",
     "functional.kl": "the KL estimators stand beside the losses, each with its equation",
-    "functional.sampler_correction": "importance weights of the sampler, which are neither a ratio of the loss nor one",
     "policy.checkpoint_weights": "the names of a checkpoint's tensors, in files and for servers alike",
     "tasks.long_texts": "the cost of tokenizing, which the wording of prompts does not depend on",
 }

@@ -28,7 +28,7 @@ from flatpeak.rollout.engine import NativeEngine
 from flatpeak.runs.directory import RUN_FILES
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.tasks.dataset import task_of
-from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig
+from flatpeak.training.objective_config import AdvantageConfig, KLConfig, ObjectiveConfig
 from flatpeak.training.user_functions import make_advantages, make_objective
 from flatpeak.types import Completion, Example, Group, Prompt, Score
 from flatpeak.utils.peak_memory import ProcessPeak
@@ -133,7 +133,12 @@ def test_docs_define_just_the_metrics_that_a_run_writes(recipe: Callable[..., An
     reward = {PARTS[0]: varied, PARTS[1]: (Faulty(), 0)}
     rows = read_metrics(train(config, task=task, reward=reward).path / "metrics.jsonl")
     corrected = recipe(
-        objective={"sampler_correction": {"type": "truncate"}},
+        objective={
+            "sampler_correction": {"type": "truncate"},
+            "token_weights": {"function": "damp_rare"},
+            "adaptive_entropy": {"target": 1.0},
+        },
+        kl={"coefficient": 0.1, "adaptive": {"target": 0.1}},
         training={"steps": 1},
         evaluation={"every": 0, "samples": 2},
     )

@@ -131,8 +131,8 @@ def minibatches_of_a_step(trainer: Trainer) -> list[Batch]:
     rollouts = trainer.collect(1)
     rewards = trainer.reward_tensors(rollouts.groups, rollouts.scores)
     completions = trainer.pack(rollouts.groups, rewards)
-    advantages_PG = trainer.advantages(rewards, completions)
-    return [batch for (batch,) in trainer.minibatches(1, completions, rewards, advantages_PG)]
+    _, advantages_T = trainer.advantages(rewards, completions)
+    return [batch for (batch,) in trainer.minibatches(1, completions, rewards, advantages_T)]
 
 
 def measure(trainers: dict[str, Trainer], updates: Sequence[Batch], *, repeats: int) -> list[Row]:

@@ -32,9 +32,10 @@ from flatpeak.policy.loading import load_policy
 from flatpeak.policy.model import Policy
 from flatpeak.policy.model_settings import training_layers
 from flatpeak.runs.manifest import describe_start
-from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig
+from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.learner import Learner
 from flatpeak.training.objective import Objective
+from flatpeak.training.objective_config import KLConfig, ObjectiveConfig
 from flatpeak.types import Batch
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -164,7 +165,7 @@ def build_batch() -> Batch:
         lengths_N=lengths_N,
         tokens_T=torch.randint(3, SIZES["vocab_size"], (total,), generator=generator),
         sequence_T=torch.arange(count).repeat_interleave(lengths_N),
-        advantages_N=torch.randn(count, generator=generator),
+        advantages_T=torch.randn(count, generator=generator).repeat_interleave(lengths_N),
         weights_N=torch.full((count,), 1 / count),
         old_logprobs_T=torch.zeros(total),
     )

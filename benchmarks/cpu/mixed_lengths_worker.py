@@ -93,7 +93,7 @@ def batch_of(asked: Sequence[Prompt]) -> Batch:
         lengths_N=torch.full((count,), ANSWER),
         tokens_T=torch.arange(count * ANSWER) % ANSWER + FIRST_WORD,
         sequence_T=torch.arange(count).repeat_interleave(ANSWER),
-        advantages_N=torch.zeros(count),
+        advantages_T=torch.zeros(count * ANSWER),
         weights_N=torch.zeros(count),
         old_logprobs_T=torch.zeros(count * ANSWER),
     )

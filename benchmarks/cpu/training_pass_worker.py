@@ -134,7 +134,7 @@ def random_batch(work: Workload, shape: Shape) -> Batch:
         lengths_N=lengths_N,
         tokens_T=torch.tensor(words(int(lengths_N.sum()))),
         sequence_T=torch.arange(PROMPTS * GROUP).repeat_interleave(lengths_N),
-        advantages_N=zeros_N,
+        advantages_T=torch.zeros(int(lengths_N.sum())),
         weights_N=zeros_N,
         old_logprobs_T=torch.zeros(int(lengths_N.sum())),
     )

@@ -19,10 +19,11 @@ from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.policy.model import Policy
 from flatpeak.policy.model_settings import training_layers
 from flatpeak.rollout.engine import NativeEngine
-from flatpeak.training.batch import collate, minibatches
-from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig
+from flatpeak.training.batch import collate, minibatches, per_token
+from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.learner import Learner, score
 from flatpeak.training.objective import Objective
+from flatpeak.training.objective_config import KLConfig, ObjectiveConfig
 from flatpeak.training.regularized import build_learner
 from flatpeak.types import Batch, Completion, Example, Group, Prompt, SamplingParams
 
@@ -102,7 +103,7 @@ def as_batch(groups: Sequence[Group], device: torch.device, *, seed: int = 0) ->
     (one,) = minibatches(
         completions,
         1,
-        advantages_N=advantages_PG.flatten().to(device),
+        advantages_T=per_token(advantages_PG.flatten(), completions),
         old_logprobs_T=completions.sampler_logprobs_T,
         normalization="token_mean",
         max_tokens=1,

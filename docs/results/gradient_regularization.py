@@ -49,9 +49,10 @@ from flatpeak.gradreg.regularizer import GradientRegularizer
 from flatpeak.policy.config import TokenizerConfig
 from flatpeak.policy.loading import build_tokenizer
 from flatpeak.policy.model import Policy
-from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig
+from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.learner import Learner, weighted_sum
 from flatpeak.training.objective import Objective
+from flatpeak.training.objective_config import KLConfig, ObjectiveConfig
 from flatpeak.training.regularized import FirstPass, RegularizedLearner
 from flatpeak.types import Batch
 
@@ -248,8 +249,7 @@ class NaiveLearner(RegularizedLearner):
         """-A r, unclipped."""
         logprobs_T, _ = self.policy.token_logprobs(batch, temperature=self.temperature)
         old_T = logprobs_T.detach() if self.on_policy else batch.old_logprobs_T
-        advantages_T = batch.advantages_N.index_select(0, batch.sequence_T)
-        yield weighted_sum(-advantages_T * importance_ratio(logprobs_T, old_T), batch)
+        yield weighted_sum(-batch.advantages_T * importance_ratio(logprobs_T, old_T), batch)
 
 
 class OnPolicyLearner(NaiveLearner):

@@ -142,7 +142,7 @@ def later_batch(policy: Policy) -> Batch:
         lengths_N=torch.full((count,), RESPONSE_TOKENS),
         tokens_T=tokens_NL[:, PROMPT_TOKENS:].reshape(-1),
         sequence_T=torch.arange(count).repeat_interleave(RESPONSE_TOKENS),
-        advantages_N=advantages_N,
+        advantages_T=advantages_N.repeat_interleave(RESPONSE_TOKENS),
         weights_N=torch.full((count,), 1 / (count * RESPONSE_TOKENS), dtype=torch.float64),
         old_logprobs_T=torch.zeros(count * RESPONSE_TOKENS, dtype=torch.float64),
     )

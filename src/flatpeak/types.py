@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from flatpeak.functional.kept_tokens import KeptTokens, TokenSet
+
 FinishReason = Literal["stop", "length"]
 Message = Mapping[str, str]
 
@@ -78,6 +80,8 @@ class SamplingParams:
     """Nucleus: the smallest set of tokens whose probability reaches top_p; 1 keeps all."""
     top_k: int = 0
     """Only the k most probable tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Only tokens of at least this share of the most probable one's probability; 0 keeps all."""
     max_new_tokens: int = 256
     """A completion that reaches it ends with `finish_reason="length"`."""
     min_new_tokens: int = 0
@@ -87,8 +91,8 @@ class SamplingParams:
 
     @property
     def filtered(self) -> bool:
-        """Whether tokens are drawn from less than the full distribution (top-p or top-k)."""
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+        """Whether tokens are drawn from less than the full distribution: top-p, top-k, min-p or a least length."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.min_new_tokens > 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +108,12 @@ class Completion:
     text: str = ""
     """The tokens decoded, without special tokens."""
     filtered_logprobs: tuple[float, ...] | None = None
-    """With top-p or top-k: the log-probability under the filtered, renormalized distribution. Else None."""
+    """With `SamplingParams.filtered`: the log-probability under the filtered, renormalized distribution. Else None."""
+    kept: tuple[TokenSet, ...] | None = field(default=None, compare=False, repr=False)
+    """The ids of the tokens that each token was drawn from, or -1 and the ids of all others. Ratios are taken over
+    them. None where all were, or where it is not known."""
+    trained: tuple[bool, ...] | None = None
+    """Whether each token is trained on; None: all. The policy reads the others, and did not sample them."""
     weight_version: int | None = None
     """The number of weight updates of the servers that drew it; None for engines that use the trainer's weights."""
 
@@ -153,11 +162,16 @@ class PackedCompletions:
     sequence_T: Tensor
     """int64 [T]: the completion (0..N-1) of each token."""
     sampler_logprobs_T: Tensor | None = None
-    """float32 [T]: the sampler's log-probabilities; None if nothing was sampled."""
+    """float32 [T]: the sampler's log-probabilities, over `kept_T` if it is there; None if nothing was sampled."""
+    kept_T: KeptTokens | None = None
+    """The tokens that each token was drawn from, over which all log-probabilities are taken; None: all tokens."""
     reference_logprobs_T: Tensor | None = None
     """float32 [T]: the reference model's; None if there is no reference or it has not scored them."""
+    trained_T: Tensor | None = None
+    """bool [T]: tokens that the policy sampled and that count: losses, lengths in normalizations, ratios, KL, entropy
+    and metrics range over them. None: all."""
 
-    def to_batch(self, *, advantages_N: Tensor, weights_N: Tensor, old_logprobs_T: Tensor | None) -> Batch:
+    def to_batch(self, *, advantages_T: Tensor, weights_N: Tensor, old_logprobs_T: Tensor | None) -> Batch:
         """The same completions, with the values that a loss needs in addition."""
         return Batch(
             prompts=self.prompts,
@@ -167,7 +181,9 @@ class PackedCompletions:
             sequence_T=self.sequence_T,
             sampler_logprobs_T=self.sampler_logprobs_T,
             reference_logprobs_T=self.reference_logprobs_T,
-            advantages_N=advantages_N,
+            kept_T=self.kept_T,
+            trained_T=self.trained_T,
+            advantages_T=advantages_T,
             weights_N=weights_N,
             old_logprobs_T=old_logprobs_T,
         )
@@ -175,12 +191,16 @@ class PackedCompletions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch(PackedCompletions):
-    """Completions ready for training, each with its advantage and its weight in the loss."""
+    """Completions ready for training, each with its tokens' advantages and its weight in the loss."""
 
-    advantages_N: Tensor
-    """float32 [N]: the advantage of every token of a completion."""
+    advantages_T: Tensor
+    """float32 [T]: the advantage of each token."""
     weights_N: Tensor
-    """float32 [N]: the weight of every token of a completion in the loss (functional.completion_weights)."""
+    """float32 [N]: the weight of every trained token of a completion in the loss (functional.completion_weights)."""
     old_logprobs_T: Tensor | None
     """float32 [T]: the old log-probabilities of the importance ratio, at the sampling temperature. None: use those of
     the training pass, detached, which is correct until the step changes a weight."""
+    policy_weights_T: Tensor | None = None
+    """float32 [T]: factors of the tokens' policy loss, computed over a whole minibatch; None: 1."""
+    penalty_weights_T: Tensor | None = None
+    """float32 [T]: coefficients of |log p - log p_old|; None: 0."""

@@ -89,6 +89,18 @@ def test_a_fork_takes_its_settings_from_its_step_on_and_says_where_it_comes_from
     assert not all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def test_an_adapted_coefficient_is_not_overwritten_unheard(make_first: MakeFirst) -> None:
+    first = make_first(
+        kl={"coefficient": 0.1, "adaptive": {"target": 0.01}}, objective={"adaptive_entropy": {"start": 0.1}}
+    )
+    for settings in ({"kl": {"coefficient": 0.2}}, {"objective": {"adaptive_entropy": {"start": 0.2}}}):
+        with pytest.raises(UserError, match=r"cannot change in a fork.*a coefficient that has adapted since"):
+            flatpeak.fork(first, 3, name="second", settings=settings, reward=odd)
+    fixed = {"kl": {"coefficient": 0.2, "adaptive": None}, "objective": {"loss": "unclipped_surrogate"}}
+    forked = flatpeak.fork(first, 3, name="second", settings=fixed, reward=odd)
+    assert forked.summary.last_step == 4
+
+
 @pytest.mark.parametrize(
     ("sections", "settings"),
     [
@@ -173,7 +185,7 @@ def test_kl_that_a_fork_left_behind_is_measured_against_step_0_where_it_is_taken
 def test_a_reference_that_was_reset_gives_way_to_no_other(make_first: MakeFirst) -> None:
     first = make_first(**RESETS)
     settings = {"reference": {"model": str(first / "checkpoints" / "step_000000"), "reset_every": None}}
-    with pytest.raises(UserError, match=r"reference\.model cannot change in a fork.*was reset since"):
+    with pytest.raises(UserError, match=r"reference\.model cannot change in a fork.*has moved since"):
         flatpeak.fork(first, 3, name="second", settings=settings, reward=odd)
 
 

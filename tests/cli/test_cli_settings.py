@@ -58,6 +58,10 @@ def test_the_json_of_a_section_is_one_object() -> None:
             ["recipes", "dapo"],
             "error: recipe dapo is not shipped with flatpeak: did you mean flatpeak:algorithms/dapo?",
         ),
+        (
+            ["recipes", "tasks", "--paper", "2503.14476"],
+            "error: tasks with --paper 2503.14476: give a recipe's name or a paper's number",
+        ),
     ],
 )
 def test_an_unknown_name_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:

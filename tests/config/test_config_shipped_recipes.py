@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flatpeak.config.load import RECIPES, load_recipe, shipped_recipes
-from flatpeak.config.shipped_recipes import all_recipes, read, select, to_json, to_text
+from flatpeak.config.shipped_recipes import all_recipes, of_paper, read, select, to_json, to_text
 from flatpeak.errors import UserError
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -20,6 +20,14 @@ def test_the_list_and_the_document_say_the_same_of_every_recipe() -> None:
     page = (DOCS / "recipes.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(flatpeak:[\w/]+)` \| (.*) \|$", page, flags=re.MULTILINE))
     assert {one.name: one.summary for one in all_recipes()} == rows
+
+
+def test_a_paper_has_the_recipes_that_name_it() -> None:
+    names = [one.name for one in of_paper(" 2505.22617 ")]
+    assert names == ["flatpeak:algorithms/clip_cov", "flatpeak:algorithms/kl_cov"]
+    for paper in ("2505", "9999.99999", ""):
+        with pytest.raises(UserError, match="no shipped recipe names this paper; give an arXiv number"):
+            of_paper(paper)
 
 
 @pytest.mark.parametrize("name", shipped_recipes())

@@ -11,7 +11,7 @@ import pytest
 from flatpeak.config.load import apply_overrides, load_recipe, merge, parse_config, shipped_recipes
 from flatpeak.config.unused_settings import explicit_settings
 from flatpeak.errors import UserError
-from flatpeak.training.config import ObjectiveConfig
+from flatpeak.training.objective_config import ObjectiveConfig
 from support.tables import read_tables
 
 TABLES = read_tables(__file__)
@@ -150,6 +150,23 @@ def test_another_function_does_not_take_over_the_arguments_of_the_one_before_it(
     overrides: list[str], arguments: dict[str, Any]
 ) -> None:
     assert parse_config(apply_overrides(BASE, overrides)).objective.arguments == arguments
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "arguments"),
+    [
+        ("sapo", "objective.loss=dppo_tv", "objective.arguments"),
+        ("pass_at_k", "advantage.function=gdpo", "advantage.arguments"),
+        ("clip_cov", "objective.token_weights.function=m2po", "objective.token_weights.arguments"),
+    ],
+)
+def test_a_function_of_flatpeaks_does_not_take_over_the_arguments_of_another(
+    recipe: str, override: str, arguments: str
+) -> None:
+    section: Any = parse_config(apply_overrides(load_recipe(f"flatpeak:algorithms/{recipe}"), [override]))
+    for name in arguments.split("."):
+        section = getattr(section, name)
+    assert section == {}
 
 
 def test_arguments_that_wait_for_a_function_from_python_are_kept() -> None:

@@ -167,7 +167,9 @@ def long_responses(policy: Policy) -> Batch:
         groups.append(Group(prompt=prompt(length), completions=short))
     completions = collate(groups, torch.ones(3, 4, dtype=torch.bool), device=torch.device("cpu"))
     weights_N = torch.randn(12, generator=torch.Generator().manual_seed(0))
-    return completions.to_batch(advantages_N=torch.zeros(12), weights_N=weights_N, old_logprobs_T=None)
+    return completions.to_batch(
+        advantages_T=torch.zeros(len(completions.tokens_T)), weights_N=weights_N, old_logprobs_T=None
+    )
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [10_000, 500, 160])

@@ -12,9 +12,10 @@ from flatpeak.policy.loading import make_model
 from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.training.batch import collate
-from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig
+from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.learner import Learner
 from flatpeak.training.objective import Objective
+from flatpeak.training.objective_config import KLConfig, ObjectiveConfig
 from flatpeak.types import Example, Group, PackedCompletions, Prompt, SamplingParams
 
 TEXT = "abcdefghijklmnopqrstuvwxyz 0123456789+-*=#"
@@ -82,7 +83,9 @@ def trained(request: pytest.FixtureRequest) -> Policy:
     completions = packed(groups)
     ones_N = torch.ones(len(completions.lengths_N))
     batch = completions.to_batch(
-        advantages_N=ones_N, weights_N=ones_N / len(completions.tokens_T), old_logprobs_T=completions.sampler_logprobs_T
+        advantages_T=torch.ones(len(completions.tokens_T)),
+        weights_N=ones_N / len(completions.tokens_T),
+        old_logprobs_T=completions.sampler_logprobs_T,
     )
     losses = [learner.update(batch, rate=3e-3).loss for _ in range(30)]
     assert losses[-1] < 0.7 * losses[0]

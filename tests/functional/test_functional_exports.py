@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 from flatpeak import functional
-from flatpeak.functional import losses, sampler_correction
+from flatpeak.functional import advantage_functions, loss_variants, losses, sampler_correction, token_weights
 
 SIGNATURES = {
     "bootstrap_interval": "values, *, weights=None, confidence=0.95, num_resamples=10000, seed=0",
@@ -33,8 +33,11 @@ SIGNATURES = {
 def test_the_public_list_is_exactly_this():
     assert set(functional.__all__) == {
         *SIGNATURES,
+        *advantage_functions.__all__,
+        *loss_variants.__all__,
         *losses.__all__,
         *sampler_correction.__all__,
+        *token_weights.__all__,
         "PairedDifference",
         "PolicyLoss",
         "Eigenvalue",

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatpeak.functional import losses
+from flatpeak.functional import loss_variants, losses
 from flatpeak.functional.losses import (
     clipped_surrogate,
     importance_ratio,
@@ -20,26 +20,37 @@ from flatpeak.functional.losses import (
 from support.properties import repeatable
 
 SIGNATURES = {
-    "capped_policy_loss": "logprobs_T, ratio_T, advantages_T, *, cap",
+    "beyond_kl": "logprobs, ratio, advantages, *, threshold_low=0.05, threshold_high=0.05",
+    "beyond_total_variation": "logprobs, ratio, advantages, *, threshold_low=0.15, threshold_high=0.15",
+    "capped_policy_loss": "logprobs_T, ratio_T, advantages_T, *, cap, floor=0.0",
+    "clipped_geometric_ratio": ("logprobs_T, old_logprobs_T, advantages_T, sequence_T, num, *, clip_low, clip_high"),
     "clipped_surrogate": "ratio, advantages, *, clip_low, clip_high, dual_clip=None",
+    "dppo_kl": "logprobs, ratio, advantages, *, threshold_low=0.05, threshold_high=0.05",
+    "dppo_tv": "logprobs, ratio, advantages, *, threshold_low=0.15, threshold_high=0.15",
+    "gmpo": "ratio, advantages",
     "frozen_policy_loss": "logprobs_T, coefficients_T",
     "importance_ratio": "logprobs, old_logprobs",
     "policy_gradient": "logprobs, advantages",
     "reweighted_policy_loss": "logprobs_T, first_logprobs_T, coefficients_T, *, sequence_T=None, num_sequences=0",
     "sequence_importance_ratio": "logprobs_T, old_logprobs_T, sequence_T, num",
-    "truncated_policy_gradient": "logprobs, ratio, advantages, *, cap",
+    "sapo": "ratio, advantages, *, temperature_positive=1.0, temperature_negative=1.05",
+    "topr": "logprobs, ratio, advantages",
+    "truncated_policy_gradient": "logprobs, ratio, advantages, *, cap, floor=0.0",
+    "vespo": (
+        "logprobs, ratio, advantages, *, shape_positive=2.0, rate_positive=3.0, shape_negative=3.0, rate_negative=2.0"
+    ),
     "unclipped_surrogate": "ratio, advantages",
 }
 """Argument names and defaults that users write."""
 
 
 def test_the_public_losses_are_exactly_these():
-    assert set(losses.__all__) == set(SIGNATURES)
+    assert {*losses.__all__, *loss_variants.__all__} == set(SIGNATURES)
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_arguments_and_defaults_are_as_published(name):
-    signature = inspect.signature(getattr(losses, name))
+    signature = inspect.signature(getattr(losses, name, None) or getattr(loss_variants, name))
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
     assert str(inspect.Signature(bare)).strip("()") == SIGNATURES[name]
 

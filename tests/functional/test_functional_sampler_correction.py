@@ -22,7 +22,9 @@ from flatpeak.functional import (
 SIGNATURES = {
     "masked_importance_weights": "ratio, *, cap, floor=0.0",
     "sequence_probability_ratio": "logprobs_T, sampler_logprobs_T, sequence_T, num",
-    "truncated_importance_weights": "ratio, *, cap",
+    "truncated_importance_weights": "ratio, *, cap, floor=0.0",
+    "over_completions": "values_T, sequence_T, num, *, by",
+    "effective_sample_size": "total, squares, count",
 }
 LENGTHS = (3, 1, 5, 2)
 SEQUENCE_T = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))

@@ -13,8 +13,8 @@ from flatpeak.functional import top_eigenvalue
 from flatpeak.gradreg.directions import exact_curvature
 from flatpeak.pipeline.evaluators import SampledLoss
 from flatpeak.policy.model import Policy
-from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig
 from flatpeak.training.objective import Objective
+from flatpeak.training.objective_config import AdvantageConfig, KLConfig, ObjectiveConfig
 from flatpeak.training.reward_tensors import Advantages
 from flatpeak.types import Group, Score, Scores
 from support.models import EOS, letter_tokenizer, tiny_model
@@ -131,7 +131,7 @@ def test_equal_and_missing_rewards_leave_no_loss() -> None:
     missing = make.batch(groups(), scores([[None, 1.0], [0.2, 0.6], [None, None]]))
     # Only group b counts: two completions in the denominator.
     assert missing.weights_N.tolist() == pytest.approx([1 / (2 * LIMIT)] * 2)
-    assert missing.advantages_N.tolist() == pytest.approx([-0.2, 0.2])
+    assert missing.advantages_T[missing.lengths_N.cumsum(0) - 1].tolist() == pytest.approx([-0.2, 0.2])
 
 
 def test_truncated_completions_are_masked_as_in_training() -> None:

@@ -31,7 +31,7 @@ def make_batch(prompts: list[int], responses: list[tuple[int, int]], *, seed: in
         lengths_N=lengths_N,
         tokens_T=torch.randint(2, 40, (total,), generator=generator),
         sequence_T=torch.arange(len(responses)).repeat_interleave(lengths_N),
-        advantages_N=torch.ones(len(responses)),
+        advantages_T=torch.ones(total),
         weights_N=torch.ones(len(responses)),
         old_logprobs_T=torch.zeros(total),
     )

@@ -75,7 +75,7 @@ def random_batch(rng: random.Random, vocabulary: int) -> Batch:
         lengths_N=lengths_N,
         tokens_T=torch.tensor([rng.randrange(vocabulary) for _ in range(total)]),
         sequence_T=torch.arange(len(lengths_N)).repeat_interleave(lengths_N),
-        advantages_N=torch.ones(len(lengths_N)),
+        advantages_T=torch.ones(total),
         weights_N=torch.ones(len(lengths_N)),
         old_logprobs_T=torch.zeros(total),
     )

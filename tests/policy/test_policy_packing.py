@@ -18,7 +18,7 @@ def tiny() -> Batch:
         lengths_N=lengths_N,
         tokens_T=torch.tensor([1, 2, 3, 4]),
         sequence_T=torch.tensor([0, 1, 1, 2]),
-        advantages_N=torch.zeros(3),
+        advantages_T=torch.zeros(4),
         weights_N=torch.zeros(3),
         old_logprobs_T=torch.zeros(4),
     )
@@ -71,7 +71,7 @@ def test_groups_of_prompts_of_similar_length_stand_one_after_the_other_and_so_do
         lengths_N=lengths_N,
         tokens_T=torch.tensor([1, 3, 4, 2, 5]),
         sequence_T=torch.tensor([0, 1, 1, 2, 4]),
-        advantages_N=torch.zeros(5),
+        advantages_T=torch.zeros(5),
         weights_N=torch.zeros(5),
         old_logprobs_T=torch.zeros(5),
     )

@@ -306,7 +306,7 @@ def long_batch(*, seed: int = 0) -> Batch:
         lengths_N=lengths_N,
         tokens_T=torch.randint(2, 40, (total,), generator=generator),
         sequence_T=torch.arange(6).repeat_interleave(lengths_N),
-        advantages_N=torch.ones(6),
+        advantages_T=torch.ones(total),
         weights_N=torch.ones(6),
         old_logprobs_T=torch.zeros(total),
     )

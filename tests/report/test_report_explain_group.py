@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,18 @@ def test_it_is_told_in_words_and_figures(runs: dict[str, Path]) -> None:
     assert f"group {explanation.completions[0].row['group']}" in text
     assert "baseline mean, scale std" in text
     assert f"x{explanation.completions[0].ratios[0]:.2f}" in text
+
+
+def test_whitening_and_a_loss_of_another_weight_are_told(runs: dict[str, Path]) -> None:
+    explanation = explain(runs["moved"], step=1)
+    advantage = explanation.config.advantage.model_copy(update={"function": "gdpo", "whiten": "completions"})
+    objective = explanation.config.objective.model_copy(update={"loss": "vespo"})
+    config = explanation.config.model_copy(update={"advantage": advantage, "objective": objective})
+    console = Console(width=140, record=True, file=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(render(replace(explanation, config=config)))
+    assert "advantages by gdpo, whitened over completions" in capture.get()
+    assert "A token's loss is its weight times vespo." in capture.get()
 
 
 def test_a_step_or_group_that_is_not_there_is_one_clear_error(runs: dict[str, Path], tmp_path: Path) -> None:

@@ -21,13 +21,13 @@ from flatpeak.policy.model_settings import training_layers
 from flatpeak.policy.reference import snapshot
 from flatpeak.rewards.reward_set import CallersReward
 from flatpeak.rollout.config import RolloutConfig
-from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
+from flatpeak.training.config import OptimizerConfig, TrainingConfig
 from flatpeak.training.curriculum import Phase, Stream
 from flatpeak.training.learner import seeded
-from flatpeak.training.objective import Objective
+from flatpeak.training.objective_config import AdvantageConfig, KLConfig, ObjectiveConfig
 from flatpeak.training.regularized import build_learner
-from flatpeak.training.reward_tensors import Advantages
 from flatpeak.training.trainer import Trainer, TrainerConfig
+from flatpeak.training.user_functions import make_advantages, make_objective
 from flatpeak.types import Group, Prompt, Scores
 from support.models import letter_tokenizer, tiny_model
 from support.training import FixedReward, FixedSampler, NoRecorder, completion, prompt
@@ -165,7 +165,7 @@ def make_trainer(case: Case, ranks: Ranks) -> Trainer:
     training = TrainingConfig(**{"steps": case.steps, "micro_batch_tokens": 40, **case.training})
     learner = build_learner(
         policy,
-        Objective(config=ObjectiveConfig(**case.objective), kl=KLConfig(coefficient=case.kl)),
+        make_objective(ObjectiveConfig(**case.objective), KLConfig(coefficient=case.kl)),
         OptimizerConfig(**{"learning_rate": 1e-2, "max_grad_norm": 0.5, **case.optimizer}),
         GradientRegularizationConfig(**case.regularization),
         temperature=1.0,
@@ -179,7 +179,7 @@ def make_trainer(case: Case, ranks: Ranks) -> Trainer:
     stream = Stream(items=tuple(group.prompt for group in groups), seed=0)
     return Trainer(
         learner,
-        advantages=Advantages(config=AdvantageConfig(**case.advantage)),
+        advantages=make_advantages(AdvantageConfig(**case.advantage)),
         sampler=SameGroups(groups),
         phases=(Phase(task="fixed", prompts=stream, reward=reward, accuracy="correctness"),),
         reference=reference,
@@ -213,7 +213,7 @@ def chosen_groups(case: Case) -> list[list[tuple[int, ...]]]:
     rewards = trainer.reward_tensors(rollouts.groups, rollouts.scores)
     completions = trainer.pack(rollouts.groups, rewards)
     torch.manual_seed(ranks.rank)
-    minibatches = trainer.minibatches(1, completions, rewards, trainer.advantages(rewards, completions))
+    minibatches = trainer.minibatches(1, completions, rewards, trainer.advantages(rewards, completions)[1])
     return [list(batch.prompts) for minibatch in minibatches for batch in trainer.learner.divide(*minibatch)]
 
 

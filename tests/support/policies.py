@@ -29,7 +29,7 @@ def uneven_batch(vocabulary: int = 40, *, seed: int = 0) -> Batch:
         lengths_N=lengths_N,
         tokens_T=torch.randint(2, vocabulary, (total,), generator=generator),
         sequence_T=torch.arange(5).repeat_interleave(lengths_N),
-        advantages_N=torch.ones(5),
+        advantages_T=torch.ones(total),
         weights_N=torch.ones(5),
         old_logprobs_T=torch.zeros(total),
     )

@@ -13,11 +13,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flatpeak.functional import completion_weights
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.policy.model import Policy
-from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
+from flatpeak.training.config import OptimizerConfig, TrainingConfig
 from flatpeak.training.learner import Learner
-from flatpeak.training.objective import Objective
+from flatpeak.training.objective_config import KLConfig, ObjectiveConfig
 from flatpeak.training.regularized import build_learner
 from flatpeak.training.trainer import Trainer
+from flatpeak.training.user_functions import make_objective
 from flatpeak.types import Batch, Group
 from support.models import EOS, letter_tokenizer, tiny_model, use_torch_norms
 from support.training import (
@@ -66,7 +67,7 @@ def off_policy(policy: Policy, *, groups: int = 3, spread: float = 0.3) -> Batch
     noise_T, more_T = torch.randn(2, len(logprobs_T), generator=generator, dtype=logprobs_T.dtype)
     return replace(
         template,
-        advantages_N=torch.tensor(ADVANTAGES[:groups], dtype=logprobs_T.dtype).flatten(),
+        advantages_T=torch.tensor(ADVANTAGES[:groups], dtype=logprobs_T.dtype).flatten()[template.sequence_T],
         weights_N=completion_weights(template.lengths_N, "sequence_mean").to(logprobs_T.dtype),
         old_logprobs_T=logprobs_T + spread * noise_T,
         reference_logprobs_T=logprobs_T + 2 * spread * more_T,
@@ -87,7 +88,7 @@ def make_learner(
     """The learner of a run: the plain one where `regularization` has no strength."""
     return build_learner(
         policy,
-        Objective(config=objective or ObjectiveConfig(), kl=kl or KLConfig()),
+        make_objective(objective or ObjectiveConfig(), kl or KLConfig()),
         optimizer,
         GradientRegularizationConfig(**{"check_every": 0} | regularization),  # whose extra pass has tests of its own
         temperature=temperature,
@@ -96,10 +97,10 @@ def make_learner(
     )
 
 
-def gradient_of(policy: Policy, batch: Batch, **settings: Any) -> Gradient:
+def gradient_of(policy: Policy, *batches: Batch, **settings: Any) -> Gradient:
     """Accumulate once with a new learner and return `.grad`."""
     policy.model.zero_grad()
-    make_learner(policy, **settings).accumulate_gradients(batch)
+    make_learner(policy, **settings).accumulate_gradients(*batches)
     result = gradients(policy)
     policy.model.zero_grad()
     return result

@@ -13,12 +13,12 @@ from flatpeak.policy.model import Policy
 from flatpeak.protocols import Sampler
 from flatpeak.rewards.reward_set import CallersReward
 from flatpeak.rollout.config import RolloutConfig
-from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
+from flatpeak.training.config import OptimizerConfig, TrainingConfig
 from flatpeak.training.curriculum import Phase, Stream
 from flatpeak.training.learner import Learner
-from flatpeak.training.objective import Objective
-from flatpeak.training.reward_tensors import Advantages
+from flatpeak.training.objective_config import AdvantageConfig, KLConfig, ObjectiveConfig
 from flatpeak.training.trainer import Trainer, TrainerConfig
+from flatpeak.training.user_functions import make_advantages, make_objective
 from flatpeak.types import Batch, Completion, Example, Group, Prompt, SamplingParams, Score, Scores
 from support.models import EOS, letter_tokenizer, tiny_model
 
@@ -134,7 +134,7 @@ def make_trainer(
     training = training or TrainingConfig(steps=1)
     learner = Learner(
         policy,
-        Objective(config=objective or ObjectiveConfig(), kl=kl or KLConfig()),
+        make_objective(objective or ObjectiveConfig(), kl or KLConfig()),
         optimizer,
         temperature=temperature,
         micro_batch_tokens=training.micro_batch_tokens,
@@ -149,7 +149,7 @@ def make_trainer(
     )
     return Trainer(
         learner,
-        advantages=Advantages(config=advantage or AdvantageConfig()),
+        advantages=make_advantages(advantage or AdvantageConfig(), group_size=len(groups[0].completions)),
         sampler=FixedSampler(groups),
         phases=(phase,),
         reference=reference,
@@ -174,6 +174,11 @@ def gradients(policy: Policy) -> dict[str, Tensor]:
     }
 
 
+def with_advantages(batch: Batch, advantages: Sequence[float]) -> Batch:
+    """The batch with one advantage per completion."""
+    return replace(batch, advantages_T=torch.tensor(advantages)[batch.sequence_T])
+
+
 def make_batch(
     lengths: Sequence[int], *, prompts: Sequence[Sequence[int]], prompt_N: Sequence[int], seed: int = 0
 ) -> Batch:
@@ -187,7 +192,7 @@ def make_batch(
         lengths_N=lengths_N,
         tokens_T=torch.randint(3, 24, (total,), generator=generator),
         sequence_T=torch.arange(count).repeat_interleave(lengths_N),
-        advantages_N=torch.randn(count, generator=generator),
+        advantages_T=torch.randn(count, generator=generator).repeat_interleave(lengths_N),
         weights_N=torch.rand(count, generator=generator) + 0.5,
         old_logprobs_T=-torch.rand(total, generator=generator) * 3,
         reference_logprobs_T=-torch.rand(total, generator=generator) * 3,

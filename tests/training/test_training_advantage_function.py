@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flatpeak.errors import UserError
 from flatpeak.functional import group_advantages
-from flatpeak.training.config import AdvantageConfig
+from flatpeak.training.objective_config import AdvantageConfig
 from flatpeak.training.reward_tensors import Advantages
 from flatpeak.training.user_functions import make_advantages
 
@@ -42,6 +42,17 @@ def test_a_copy_of_the_standardized_rewards_gives_the_same_numbers() -> None:
 def test_missing_rewards_are_given_as_0_and_have_no_advantage() -> None:
     result = advantages(centred, weight=2.0)(REWARDS.masked_fill(~VALID, 7.0), VALID)
     assert result.tolist() == [[1.0, -1.0, 0.0, 0.0], [0.0] * 4, [0.0] * 4]
+
+
+def test_a_function_is_tried_with_the_names_of_the_recipes_rewards() -> None:
+    def short_ones_first(rewards_PG: Tensor, valid_PG: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
+        return centred(parts["short"], valid_PG)
+
+    config = AdvantageConfig(function="python:own")
+    made = make_advantages(config, own=short_ones_first, part_weights={"correctness": 1.0, "short": 0.5})
+    assert made.asks == {"parts"}
+    with pytest.raises(UserError, match="short"):
+        make_advantages(config, own=short_ones_first)
 
 
 def test_a_function_may_change_what_it_is_given() -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 
-from flatpeak.training.batch import collate, micro_batches, minibatches, take
+from flatpeak.training.batch import collate, has_advantage, micro_batches, minibatches, take
 from flatpeak.training.config import MinibatchOf
 from flatpeak.types import Batch, Group
 from support.models import EOS
-from support.training import completion, make_batch, prompt
+from support.training import completion, make_batch, prompt, with_advantages
 
 LIMIT = 6
 
@@ -63,7 +61,7 @@ def test_take_keeps_order_and_what_belongs_to_each_token() -> None:
     assert component.reference_logprobs_T is not None
     assert batch.reference_logprobs_T is not None
     assert component.reference_logprobs_T.tolist() == [batch.reference_logprobs_T[token].item() for token in tokens]
-    assert component.advantages_N.tolist() == [batch.advantages_N[n].item() for n in (1, 4, 6)]
+    assert component.advantages_T.tolist() == [batch.advantages_T[token].item() for token in tokens]
     assert component.weights_N.tolist() == [batch.weights_N[n].item() for n in (1, 4, 6)]
 
 
@@ -84,7 +82,7 @@ def cut(batch: Batch, count: int, *, of: MinibatchOf = "groups", seed: int = 0, 
         minibatches(
             batch,
             count,
-            advantages_N=batch.advantages_N,
+            advantages_T=batch.advantages_T,
             old_logprobs_T=batch.old_logprobs_T,
             of=of,
             normalization="sequence_mean",
@@ -137,14 +135,14 @@ def test_minibatches_of_completions_split_groups_and_keep_the_order_within() -> 
 
 def test_minibatches_of_completions_weigh_and_drop_as_those_of_groups_do() -> None:
     batch = many_groups()
-    batch = replace(batch, advantages_N=torch.tensor([1.0, -1.0] * 4 + [0.0] * 8))
+    batch = with_advantages(batch, [1.0, -1.0] * 4 + [0.0] * 8)
     for component in cut(batch, 3, of="completions"):
         counted = 6 if len(component.lengths_N) == 6 else 5
         np.testing.assert_allclose(component.weights_N, 1 / (counted * component.lengths_N), rtol=1e-6)
     kept = cut(batch, 3, of="completions", all_tokens=False)
     assert sum(len(component.lengths_N) for component in kept) == 8
     for everything, signal in zip(cut(batch, 3, of="completions"), kept, strict=True):
-        has_signal = everything.advantages_N != 0
+        has_signal = has_advantage(everything)
         # The weights count the completions that were left out.
         assert signal.weights_N.tolist() == everything.weights_N[has_signal].tolist()
         assert signal.lengths_N.tolist() == everything.lengths_N[has_signal].tolist()
@@ -165,7 +163,7 @@ def test_minibatches_are_reshuffled_by_seed_and_only_by_seed(of: MinibatchOf) ->
 
 
 def test_weights_count_completions_without_signal_which_then_cost_nothing() -> None:
-    batch = replace(three_groups(), advantages_N=torch.tensor([1.0, -1.0, 0.0, 0.0, 0.0, 2.0, -2.0]))
+    batch = with_advantages(three_groups(), [1.0, -1.0, 0.0, 0.0, 0.0, 2.0, -2.0])
     (signal,) = cut(batch, 1, all_tokens=False)
     assert signal.prompts == ((3, 4), (6, 7, 8))
     np.testing.assert_allclose(signal.weights_N, [1 / 14, 1 / 7, 1 / 7, 1 / 28], rtol=1e-6)

@@ -14,9 +14,11 @@ from flatpeak.rewards.reward_set import CallersReward, RewardSet, as_reward
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.training import collect as training_collect
 from flatpeak.training.collect import Rollouts, collect
-from flatpeak.training.config import DynamicSamplingConfig, ObjectiveConfig, TrainingConfig
+from flatpeak.training.config import DynamicSamplingConfig, TrainingConfig
 from flatpeak.training.curriculum import Phase, Stream
+from flatpeak.training.objective_config import AdvantageConfig, ObjectiveConfig
 from flatpeak.training.trainer import Trainer
+from flatpeak.training.user_functions import make_advantages
 from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams, Score, Scores
 from support.models import EOS
 from support.regularized_training import Repeated
@@ -336,6 +338,24 @@ def test_dynamic_sampling_looks_at_rewards_as_they_are_trained(settings: Any, al
     )
     wanted = {name for name, has_signal in alive.items() if has_signal}
     assert set(ids(trainer.collect(1))[: len(wanted)]) == wanted  # what stays although it is dead comes last
+
+
+def test_dynamic_sampling_keeps_groups_whose_components_differ_where_the_advantages_look_at_them() -> None:
+    both = (SHORT, SHORT, [1.0, 1.0])
+    trainer = dynamic_trainer({"a": both, "b": both})
+    groups = [Group(prompt=prompt("a", (3, 4)), completions=(completion(SHORT, limit=LIMIT),) * 2)]
+    scores = Scores(total=[[1.0, 1.0]], parts={"correctness": [[1.0, 0.0]], "style": [[0.0, 1.0]]})
+    assert trainer.has_signal(groups, scores) == [False]
+    rewards: Any = SimpleNamespace(weights={"correctness": 1.0, "style": 0.5})
+    trainer.phases = tuple(replace(phase, reward=rewards) for phase in trainer.phases)
+    trainer.group_advantages = make_advantages(AdvantageConfig(function="gdpo"))
+    assert trainer.has_signal(groups, scores) == [True]
+
+
+def test_a_greedy_completion_is_rewarded_as_completions_are_trained() -> None:
+    trainer = dynamic_trainer({"a": (LONG, SHORT, [1.0, 0.5])}, truncated="zero_reward")
+    trainer.group_advantages = make_advantages(AdvantageConfig(function="remax"), group_size=2)
+    assert trainer.collect(1).greedy == [0.0, 0.0]  # right, and cut
 
 
 def test_a_curriculum_moves_on_by_the_pass_rate_of_all_groups_drawn() -> None:

@@ -9,8 +9,8 @@ import torch
 
 from flatpeak.runs.notices import no_signal_message
 from flatpeak.training.collect import Rollouts
-from flatpeak.training.config import SamplerCorrectionConfig
-from flatpeak.training.diagnostics import SequenceWeightMonitor, ZeroAdvantageMonitor
+from flatpeak.training.history import SequenceWeightMonitor, ZeroAdvantageMonitor
+from flatpeak.training.objective_config import SamplerCorrectionConfig
 from flatpeak.types import Scores
 from support.models import EOS
 from support.training import Group, completion, prompt

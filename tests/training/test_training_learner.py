@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatpeak.training.config import KLConfig, ObjectiveConfig
 from flatpeak.training.learner import score
+from flatpeak.training.objective_config import KLConfig, ObjectiveConfig
 from flatpeak.types import Batch, Group
 from support.models import EOS
 from support.training import (

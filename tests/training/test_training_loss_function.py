@@ -12,10 +12,11 @@ from torch import Tensor
 
 from flatpeak.errors import UserError
 from flatpeak.functional import PolicyLoss, clipped_surrogate, importance_ratio
-from flatpeak.functional.losses import POLICY_LOSSES, capped_policy_loss, truncated_policy_gradient
+from flatpeak.functional.losses import capped_policy_loss, truncated_policy_gradient
+from flatpeak.functional.policy_losses import POLICY_LOSSES
 from flatpeak.gradreg.config import GradientRegularizationConfig
-from flatpeak.training.config import KLConfig, ObjectiveConfig
 from flatpeak.training.objective import Objective
+from flatpeak.training.objective_config import KLConfig, ObjectiveConfig
 from flatpeak.training.regularized import build_learner
 from flatpeak.training.user_functions import make_objective
 from support.training import SGD, make_batch, tiny_policy, weights

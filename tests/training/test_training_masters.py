@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,21 @@ from flatpeak.policy.model import Policy
 from flatpeak.policy.reference import snapshot
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.training.batch import collate, micro_batches
-from flatpeak.training.config import ObjectiveConfig, OptimizerConfig
+from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.learner import Learner, weighted_sum
+from flatpeak.training.objective_config import ObjectiveConfig
 from flatpeak.types import Batch, SamplingParams
 from support.models import letter_tokenizer, tiny_model
 from support.regularized_training import blocks_of, gradient_of, make_learner, off_policy
-from support.training import double_policy, largest_difference, make_batch, prompt, tiny_policy, weights
+from support.training import (
+    double_policy,
+    largest_difference,
+    make_batch,
+    prompt,
+    tiny_policy,
+    weights,
+    with_advantages,
+)
 
 PLAIN = ObjectiveConfig(loss="policy_gradient")
 ADAMW = OptimizerConfig(learning_rate=1e-3, max_grad_norm=None)
@@ -152,7 +160,7 @@ def test_a_gradient_that_is_not_finite_changes_neither_masters_nor_weights() -> 
     learner = make_learner(policy, objective=PLAIN, optimizer=ADAMW)
     learner.update(some_batch(), rate=1e-3)
     before, masters = weights(policy), masters_of(learner)
-    broken = replace(some_batch(), advantages_N=torch.tensor([1.0, float("nan"), 1.0, 1.0]))
+    broken = with_advantages(some_batch(), [1.0, float("nan"), 1.0, 1.0])
     assert learner.update(broken, rate=1e-3).skipped
     assert largest_difference(weights(policy), before) == largest_difference(masters_of(learner), masters) == 0
     assert not learner.update(some_batch(), rate=1e-3).skipped

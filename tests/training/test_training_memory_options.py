@@ -18,7 +18,7 @@ from flatpeak.policy.model import Policy
 from flatpeak.policy.model_settings import TrainingForward, decoder_layers, training_layers
 from flatpeak.policy.reference import snapshot
 from flatpeak.rollout.engine import NativeEngine
-from flatpeak.training.config import ObjectiveConfig
+from flatpeak.training.objective_config import ObjectiveConfig
 from flatpeak.types import Batch, Group, SamplingParams
 from support.models import letter_tokenizer, tiny_model
 from support.regularized_training import Gradient, double_qwen2, gradient_of, make_learner, off_policy

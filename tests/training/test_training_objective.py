@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from flatpeak import functional as F
 from flatpeak.config.load import load_recipe, shipped_recipes
-from flatpeak.functional import losses
-from flatpeak.functional.losses import POLICY_LOSSES
+from flatpeak.functional import loss_variants, losses
+from flatpeak.functional.policy_losses import POLICY_LOSSES
 from flatpeak.training.batch import micro_batches
-from flatpeak.training.config import LOSS_SETTINGS, KLConfig, ObjectiveConfig, PolicyLossName
 from flatpeak.training.objective import Objective, TokenStatistics
+from flatpeak.training.objective_config import LOSS_ARGUMENTS, LOSS_SETTINGS, KLConfig, ObjectiveConfig, PolicyLossName
 from flatpeak.types import Batch
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -45,7 +46,7 @@ def batch(*, reference: bool = True) -> Batch:
         lengths_N=torch.tensor(LENGTHS),
         tokens_T=torch.arange(10) + 3,
         sequence_T=torch.from_numpy(SEQUENCE),
-        advantages_N=torch.tensor(ADVANTAGES, dtype=torch.float64),
+        advantages_T=torch.tensor(ADVANTAGES, dtype=torch.float64)[SEQUENCE],
         weights_N=torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64),
         old_logprobs_T=torch.from_numpy(LOGPROBS - np.log(RATIOS)),
         reference_logprobs_T=torch.from_numpy(REFERENCE) if reference else None,
@@ -237,30 +238,35 @@ def test_the_entropy_term_lowers_the_loss_of_uncertain_tokens() -> None:
     np.testing.assert_array_equal(gradient_T.numpy(), np.full(10, -0.25))
 
 
+PUBLIC = {*losses.__all__, *loss_variants.__all__}
 HELPERS = {
-    *("importance_ratio", "sequence_importance_ratio"),
+    *("importance_ratio", "sequence_importance_ratio", "clipped_geometric_ratio"),
+    *("beyond_kl", "beyond_total_variation"),
     *("capped_policy_loss", "frozen_policy_loss", "reweighted_policy_loss"),
 }
-"""Public functions of functional/losses.py that no recipe chooses: ratios, and losses of a second pass."""
+"""Public functions among the losses that no recipe chooses: ratios, bounds, and losses of a second pass."""
 
 
 def missing_of_a_loss(name: str) -> Iterator[str]:
     """Everything that a loss of this name still needs, so that a recipe can choose it and a reader find it."""
-    function = getattr(losses, name, None)
-    if function is None or name not in losses.__all__:
-        yield f"a function {name} in functional/losses.py, named in __all__"
+    function = getattr(F, name, None)
+    if name not in PUBLIC:
+        yield f"a function {name} in functional/losses.py or loss_variants.py, named in __all__"
     if name not in POLICY_LOSSES:
-        yield f"an entry {name} in POLICY_LOSSES of functional/losses.py"
+        yield f"an entry {name} in POLICY_LOSSES of functional/policy_losses.py"
     if name not in get_args(PolicyLossName):
         yield f"{name} in PolicyLossName of training/config.py"
+    own_ratio = POLICY_LOSSES[name].ratio if name in POLICY_LOSSES else None
     parameters = inspect.signature(function).parameters.values() if function else ()
-    settings = ["ratio"] if any(p.name == "ratio" for p in parameters) else []
-    settings += [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    settings = ["ratio"] if any(p.name == "ratio" for p in parameters) and own_ratio is None else []
+    settings += ["clip_low", "clip_high"] if name == "gmpo" else []  # which its ratio reads
+    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    settings += [keyword for keyword in keywords if keyword in ObjectiveConfig.model_fields]
+    arguments = [keyword for keyword in keywords if keyword not in ObjectiveConfig.model_fields]
+    if list(LOSS_ARGUMENTS.get(name, ())) != arguments:
+        yield f"LOSS_ARGUMENTS of training/config.py with {name}: {tuple(arguments)}"
     if list(LOSS_SETTINGS.get(name, ("nothing",))) != settings:  # type: ignore[call-overload]
         yield f"LOSS_SETTINGS of training/config.py with {name}: {tuple(settings)}"
-    for setting in settings:
-        if setting not in ObjectiveConfig.model_fields:
-            yield f"objective.{setting} in ObjectiveConfig of training/config.py"
     recipes = [load_recipe(one) for one in shipped_recipes() if one.startswith("flatpeak:algorithms/")]
     if name not in {recipe.get("objective", {}).get("loss") for recipe in recipes}:
         yield f"a recipe in recipes/algorithms/ with objective.loss={name}"
@@ -269,7 +275,7 @@ def missing_of_a_loss(name: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    "name", sorted({*get_args(PolicyLossName), *POLICY_LOSSES, *LOSS_SETTINGS, *(set(losses.__all__) - HELPERS)})
+    "name", sorted({*get_args(PolicyLossName), *POLICY_LOSSES, *LOSS_SETTINGS, *(PUBLIC - HELPERS)})
 )
 def test_a_loss_has_a_function_a_name_a_recipe_and_a_row_in_the_documents(name: str) -> None:
     missing = list(missing_of_a_loss(name))
@@ -278,8 +284,8 @@ def test_a_loss_has_a_function_a_name_a_recipe_and_a_row_in_the_documents(name: 
 
 def test_all_that_a_forgotten_loss_needs_is_named() -> None:
     assert list(missing_of_a_loss("unheard_of")) == [
-        "a function unheard_of in functional/losses.py, named in __all__",
-        "an entry unheard_of in POLICY_LOSSES of functional/losses.py",
+        "a function unheard_of in functional/losses.py or loss_variants.py, named in __all__",
+        "an entry unheard_of in POLICY_LOSSES of functional/policy_losses.py",
         "unheard_of in PolicyLossName of training/config.py",
         "LOSS_SETTINGS of training/config.py with unheard_of: ()",
         "a recipe in recipes/algorithms/ with objective.loss=unheard_of",
@@ -287,6 +293,8 @@ def test_all_that_a_forgotten_loss_needs_is_named() -> None:
     ]
 
 
-@pytest.mark.parametrize("function", [f for n, f in inspect.getmembers(losses, inspect.isfunction) if n[0] != "_"])
-def test_every_public_function_among_the_losses_is_exported(function: Any) -> None:
-    assert function.__module__ != losses.__name__ or function.__name__ in losses.__all__
+@pytest.mark.parametrize("module", [losses, loss_variants])
+def test_every_public_function_among_the_losses_is_exported(module: Any) -> None:
+    functions = inspect.getmembers(module, inspect.isfunction)
+    own = {name for name, function in functions if name[0] != "_" and function.__module__ == module.__name__}
+    assert own == set(module.__all__)

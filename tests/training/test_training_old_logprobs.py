@@ -20,8 +20,9 @@ from flatpeak.policy.model_settings import training_layers
 from flatpeak.policy.precision import below_float32
 from flatpeak.policy.reference import snapshot
 from flatpeak.training.batch import collate
-from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig, TrainingConfig
-from flatpeak.training.diagnostics import GAP_BOUND, LogprobGapMonitor
+from flatpeak.training.config import TrainingConfig
+from flatpeak.training.history import GAP_BOUND, LogprobGapMonitor
+from flatpeak.training.objective_config import AdvantageConfig, KLConfig, ObjectiveConfig
 from flatpeak.types import Batch, Group, Score
 from support.models import EOS, letter_tokenizer
 from support.regularized_training import double_qwen2, gradient_of, make_learner, off_policy

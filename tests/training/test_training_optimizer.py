@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -10,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
+from flatpeak.training.config import OptimizerConfig, TrainingConfig
 from flatpeak.training.learner import Learner
 from flatpeak.training.objective import Objective
+from flatpeak.training.objective_config import KLConfig, ObjectiveConfig
 from flatpeak.training.optimizer import (
     build_optimizer,
     learning_rate,
@@ -33,6 +33,7 @@ from support.training import (
     scored,
     tiny_policy,
     weights,
+    with_advantages,
 )
 
 RATE = 0.8
@@ -188,7 +189,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_reported(name: str
     learner.update(BATCH, rate=0.1)
     before = weights(learner.policy)
     state = {key: value.clone() for key, value in optimizer_tensors(learner.optimizer).items()}
-    poisoned = replace(BATCH, advantages_N=torch.tensor([float("inf"), 1.0]))
+    poisoned = with_advantages(BATCH, [float("inf"), 1.0])
     statistics = learner.update(poisoned, rate=0.1)
     assert statistics.skipped
     assert largest_difference(weights(learner.policy), before) == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,14 +15,15 @@ from torch import Tensor
 from flatpeak.policy.loading import cast_weights
 from flatpeak.policy.model import Policy
 from flatpeak.training import optimizer as optimizer_module
-from flatpeak.training.config import ObjectiveConfig, OptimizerConfig
+from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.learner import Learner, PolicyStatistics
+from flatpeak.training.objective_config import ObjectiveConfig
 from flatpeak.training.optimizer import step_in_buckets
 from flatpeak.types import Batch
 from support.host_memory import SimulatedHost, simulate_host
 from support.models import letter_tokenizer, tiny_model
 from support.regularized_training import make_learner
-from support.training import largest_difference, make_batch, weights
+from support.training import largest_difference, make_batch, weights, with_advantages
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96}
 """Matrices of 4,096 elements and more, whose moments are offloaded and are large enough for 8 bits."""
@@ -204,7 +204,7 @@ def test_a_skipped_update_moves_nothing(hosts: list[SimulatedHost], kind: str) -
     learner = train(learner_of(make_policy(kind), offload=True), range(2))
     before = {name: tensor.clone() for name, tensor in learner.tensors().items()}
     held, fetched = weights(learner.policy), simulated(learner).fetched
-    broken = replace(some_batch(), advantages_N=torch.tensor([1.0, float("nan"), 1.0, 1.0]))
+    broken = with_advantages(some_batch(), [1.0, float("nan"), 1.0, 1.0])
     assert learner.update(broken, rate=RATE).skipped
     assert simulated(learner).fetched == fetched
     assert all(torch.equal(tensor, before[name]) for name, tensor in learner.tensors().items())

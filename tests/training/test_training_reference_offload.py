@@ -18,7 +18,8 @@ from flatpeak.policy.config import ModelConfig, ReferenceConfig
 from flatpeak.policy.loading import cast_weights, load_policy
 from flatpeak.policy.model import Policy
 from flatpeak.policy.reference import ReferenceResets, renewed, snapshot
-from flatpeak.training.config import KLConfig, TrainingConfig
+from flatpeak.training.config import TrainingConfig
+from flatpeak.training.objective_config import KLConfig
 from flatpeak.training.trainer import Trainer
 from flatpeak.types import Batch
 from support.host_memory import SimulatedHost, simulate_host

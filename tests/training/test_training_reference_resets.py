@@ -17,9 +17,10 @@ from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.policy.config import ReferenceConfig
 from flatpeak.policy.model import Policy
 from flatpeak.policy.reference import ReferenceResets, renewed, snapshot
-from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
+from flatpeak.training.config import OptimizerConfig, TrainingConfig
 from flatpeak.training.learner import Learner, PolicyStatistics
 from flatpeak.training.objective import Objective
+from flatpeak.training.objective_config import KLConfig, ObjectiveConfig
 from flatpeak.training.optimizer import optimizer_tensors
 from flatpeak.training.trainer import Trainer
 from flatpeak.types import Group, Prompt, SamplingParams

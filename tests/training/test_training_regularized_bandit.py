@@ -8,9 +8,9 @@ from torch import Tensor
 
 from flatpeak.functional import frozen_policy_loss, policy_gradient, reweighted_policy_loss
 from flatpeak.gradreg.config import RatioMode
-from flatpeak.training.config import KLConfig, ObjectiveConfig
 from flatpeak.training.learner import weighted_sum
 from flatpeak.training.objective import Objective
+from flatpeak.training.objective_config import KLConfig, ObjectiveConfig
 from flatpeak.training.regularized import record_first_pass, second_pass_loss
 from flatpeak.types import Batch
 from support.bandit import Bandit, penalty_of
@@ -98,7 +98,7 @@ def batch_of_actions(bandit: Bandit, actions_N: Tensor, shares_N: Tensor, *, rat
         lengths_N=torch.ones(count, dtype=torch.int64),
         tokens_T=actions_N,
         sequence_T=torch.arange(count),
-        advantages_N=bandit.advantages(actions_N, shares_N),
+        advantages_T=bandit.advantages(actions_N, shares_N),
         weights_N=shares_N / ratios_N,
         old_logprobs_T=bandit.logprobs().detach()[actions_N] - torch.log(ratios_N),
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatpeak.functional import hessian_vector_product
 from flatpeak.policy.model import Policy
-from flatpeak.training.config import KLConfig, ObjectiveConfig
+from flatpeak.training.objective_config import KLConfig, ObjectiveConfig
 from flatpeak.types import Batch
 from support.regularized_training import (
     WHOLE,
@@ -47,7 +47,7 @@ def setting() -> tuple[Policy, Batch]:
 
 
 def advantages(batch: Batch) -> Tensor:
-    return batch.advantages_N[batch.sequence_T]
+    return batch.advantages_T
 
 
 def ratio(logprobs: Tensor, batch: Batch) -> Tensor:

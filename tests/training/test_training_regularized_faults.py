@@ -116,7 +116,7 @@ def test_a_minibatch_without_signal_is_skipped_and_changes_nothing() -> None:
     learner = make_learner(policy, strength="ratio:0.3")
     assert isinstance(learner, RegularizedLearner)
     before = weights(policy)
-    statistics = learner.update(replace(batch, advantages_N=torch.zeros_like(batch.advantages_N)), rate=1.0)
+    statistics = learner.update(replace(batch, advantages_T=torch.zeros_like(batch.advantages_T)), rate=1.0)
     assert statistics.regularization is not None
     assert statistics.regularization.skipped == "g1 is zero"
     assert learner.regularizer.schedule.log_strength is None

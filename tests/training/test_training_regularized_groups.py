@@ -12,7 +12,8 @@ import torch
 
 from flatpeak.policy.model import Policy
 from flatpeak.training.batch import take
-from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
+from flatpeak.training.config import OptimizerConfig, TrainingConfig
+from flatpeak.training.objective_config import KLConfig, ObjectiveConfig
 from flatpeak.training.regularized import split_groups
 from flatpeak.types import Batch
 from support.regularized_training import (

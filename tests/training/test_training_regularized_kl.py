@@ -10,7 +10,7 @@ from torch import autograd, exp
 
 from flatpeak.functional import hessian_vector_product
 from flatpeak.policy.model import Policy
-from flatpeak.training.config import KLConfig, ObjectiveConfig
+from flatpeak.training.objective_config import KLConfig, ObjectiveConfig
 from flatpeak.types import Batch
 from support.regularized_training import (
     WHOLE,
@@ -60,7 +60,7 @@ def test_left_out_of_the_penalty_they_are_still_descended(terms: str, budget: in
 def test_the_penalty_without_kl_is_the_curvature_of_the_policy_loss_written_out() -> None:
     policy, batch = setting()
     held = blocks_of(policy)
-    a = batch.advantages_N[batch.sequence_T]
+    a = batch.advantages_T
     weights_T = batch.weights_N[batch.sequence_T]
 
     def policy_loss() -> Any:

@@ -12,8 +12,8 @@ from flatpeak.functional import importance_ratio
 from flatpeak.gradreg.config import RatioMode
 from flatpeak.policy.model import Policy
 from flatpeak.training import regularized
-from flatpeak.training.config import KLConfig, ObjectiveConfig
 from flatpeak.training.objective import Objective
+from flatpeak.training.objective_config import KLConfig, ObjectiveConfig
 from flatpeak.training.regularized import FirstPass
 from flatpeak.types import Batch
 from support.regularized_training import (
@@ -116,7 +116,7 @@ def ratio_of_one(
     objective: Objective, frozen: FirstPass, logprobs_T: Tensor, entropy_T: Tensor, batch: Batch, *, mode: RatioMode
 ) -> Tensor:
     """What trainers without stored log-probabilities do: every ratio is to the pass's own, so 1, and nothing clips."""
-    return -importance_ratio(logprobs_T, logprobs_T.detach()) * batch.advantages_N.index_select(0, batch.sequence_T)
+    return -importance_ratio(logprobs_T, logprobs_T.detach()) * batch.advantages_T
 
 
 def importance_without_the_clip(
@@ -124,7 +124,7 @@ def importance_without_the_clip(
 ) -> Tensor:
     """The ratio of the first pass, but not its clip."""
     ratio_T = importance_ratio(logprobs_T, batch.old_logprobs_T)
-    return -ratio_T * batch.advantages_N.index_select(0, batch.sequence_T)
+    return -ratio_T * batch.advantages_T
 
 
 @pytest.mark.parametrize("naive", [ratio_of_one, importance_without_the_clip])

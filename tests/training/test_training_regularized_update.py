@@ -12,9 +12,10 @@ from torch import Tensor
 from flatpeak.functional import hessian_vector_product
 from flatpeak.gradreg.guard import Report
 from flatpeak.policy.model import Policy
-from flatpeak.training.config import KLConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
+from flatpeak.training.config import OptimizerConfig, TrainingConfig
 from flatpeak.training.learner import Learner, PolicyStatistics, weighted_sum
 from flatpeak.training.objective import Objective
+from flatpeak.training.objective_config import KLConfig, ObjectiveConfig
 from flatpeak.training.step_metrics import regularization_metrics
 from support.models import letter_tokenizer, tiny_model
 from support.regularized_training import (

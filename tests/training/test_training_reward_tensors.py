@@ -12,7 +12,7 @@ import torch
 from flatpeak.errors import UserError
 from flatpeak.functional.advantages import group_advantages
 from flatpeak.training.batch import collate
-from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig
+from flatpeak.training.objective_config import AdvantageConfig, KLConfig, ObjectiveConfig
 from flatpeak.training.reward_tensors import RewardTensors, informative, kl_penalty_N, reward_tensors
 from flatpeak.types import Group, Score, Scores
 from support.models import EOS
@@ -144,11 +144,11 @@ def test_the_kl_penalty_of_a_completion_is_the_sum_over_its_tokens() -> None:
         reference_logprobs_T=torch.tensor([-1.5, -1.0, -0.5, -2.0, -1.25, -3.0]),
     )
     logprobs_T = torch.tensor([-1.0, -2.0, -0.5, -1.0, -1.0, -3.0])
-    k1 = kl_penalty_N(batch, logprobs_T, estimator="k1", coefficient=0.5)
+    k1 = kl_penalty_N(batch, logprobs_T, KLConfig(estimator="k1", coefficient=0.5, placement="reward"))
     assert k1.tolist() == [0.5 * (0.5 - 1.0), 0.0, 0.5 * (1.0 + 0.25)]
-    k2 = kl_penalty_N(batch, logprobs_T, estimator="k2", coefficient=0.5)
+    k2 = kl_penalty_N(batch, logprobs_T, KLConfig(estimator="k2", coefficient=0.5, placement="reward"))
     assert k2.tolist() == [0.5 * (0.125 + 0.5), 0.0, 0.5 * (0.5 + 0.03125)]
-    k3 = kl_penalty_N(batch, logprobs_T, estimator="k3", coefficient=0.5)
+    k3 = kl_penalty_N(batch, logprobs_T, KLConfig(estimator="k3", coefficient=0.5, placement="reward"))
     # exp(-0.5) - 0.5 = 0.10653, exp(1) - 2 = 0.71828; exp(-1) = 0.36788, exp(-0.25) - 0.75 = 0.02880.
     assert k3.tolist() == pytest.approx([0.5 * (0.106531 + 0.718282), 0.0, 0.5 * (0.367879 + 0.028801)], abs=1e-6)
 
@@ -171,7 +171,7 @@ def test_kl_in_the_reward_is_taken_off_before_the_baseline() -> None:
     )
     batch = collate(groups, shaped.valid_PG, device=torch.device("cpu"))
     logprobs_T = trainer.learner.score(trainer.learner.policy, batch)
-    advantages_PG = trainer.advantages(shaped, replace(batch, reference_logprobs_T=logprobs_T - distances_T))
+    advantages_PG, _ = trainer.advantages(shaped, replace(batch, reference_logprobs_T=logprobs_T - distances_T))
     # Rewards 0.9, -0.1, 0.2 with mean 1/3, and 0.2, 0.5 with mean 0.35.
     expected = [[0.9 - 1 / 3, -0.1 - 1 / 3, 0.2 - 1 / 3], [0.0, -0.15, 0.15]]
     torch.testing.assert_close(advantages_PG, torch.tensor(expected), rtol=0, atol=1e-6)

@@ -24,8 +24,9 @@ from flatpeak.functional import (
 )
 from flatpeak.policy.model import Policy
 from flatpeak.policy.reference import snapshot
-from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig, TrainingConfig
+from flatpeak.training.config import TrainingConfig
 from flatpeak.training.learner import ABSURD_GAP
+from flatpeak.training.objective_config import AdvantageConfig, KLConfig, ObjectiveConfig
 from flatpeak.types import Batch, Group
 from support.regularized_training import (
     double_qwen2,
@@ -91,7 +92,7 @@ def test_the_gradient_is_that_of_a_hand_made_importance_weighted_loss(type_: str
     assert batch.old_logprobs_T is not None
     assert batch.reference_logprobs_T is not None
     ratio_T = (logprobs_T - batch.old_logprobs_T).exp()
-    gains_T = batch.advantages_N[batch.sequence_T]
+    gains_T = batch.advantages_T
     surrogate_T = torch.minimum(ratio_T * gains_T, ratio_T.clamp(0.8, 1.2) * gains_T)
     d_T = batch.reference_logprobs_T - logprobs_T
     # KL is not weighted: it says nothing about what was drawn for its reward.
@@ -130,7 +131,7 @@ def test_weights_of_completions_act_as_factors_of_their_advantages_in_every_pass
     factors_N = truncated_importance_weights(ratio_T, cap=1.3)[first_N]
     settings = {**SETTINGS[name], "micro_batch_tokens": 25}
     stored = replace(batch, old_logprobs_T=None if own else old_T)
-    by_hand = replace(batch, old_logprobs_T=old_T, advantages_N=batch.advantages_N * factors_N)
+    by_hand = replace(batch, old_logprobs_T=old_T, advantages_T=batch.advantages_T * factors_N[batch.sequence_T])
     with torch.random.fork_rng():
         torch.manual_seed(0)  # which groups are chosen
         ours = gradient_of(policy, stored, objective=corrected("truncate", "sequence", loss=loss), **settings)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from flatpeak.policy.model import Policy
-from flatpeak.training.config import AdvantageConfig, KLConfig, Normalization, ObjectiveConfig, TrainingConfig
+from flatpeak.training.config import TrainingConfig
+from flatpeak.training.objective_config import AdvantageConfig, KLConfig, Normalization, ObjectiveConfig
 from flatpeak.types import Batch, Group, Score
 from support.models import EOS
 from support.training import (

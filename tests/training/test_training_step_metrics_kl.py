@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flatpeak.policy.model import Policy
-from flatpeak.training.config import KLConfig, ObjectiveConfig
+from flatpeak.training.objective_config import KLConfig, ObjectiveConfig
 from flatpeak.training.step_metrics import kl_metrics
 from flatpeak.types import Batch, Group, Score
 from support.models import EOS, letter_tokenizer, tiny_model

@@ -12,7 +12,8 @@ import torch
 from flatpeak.policy.loading import cast_weights
 from flatpeak.policy.model import Policy
 from flatpeak.policy.reference import snapshot
-from flatpeak.training.config import KLConfig, TrainingConfig
+from flatpeak.training.config import TrainingConfig
+from flatpeak.training.objective_config import KLConfig
 from flatpeak.utils.peak_memory import GIB, DevicePeak, PeakMemory, ProcessPeak
 from support.models import letter_tokenizer, tiny_model
 from support.regularized_training import make_regularized_trainer

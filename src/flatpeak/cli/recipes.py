@@ -294,12 +294,18 @@ def recipes(
             show_default=False,
         ),
     ] = "",
+    paper: Annotated[
+        str | None,
+        typer.Option(metavar="ARXIV", help="The recipes of a paper, by its arXiv number.", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the list, or the recipe, as one JSON object.")] = False,
 ) -> None:
     """List the shipped recipes, or print one of them."""
     from flatpeak.config import shipped_recipes
 
-    selected = shipped_recipes.select(name)
+    if name and paper is not None:
+        raise UserError(f"{name} with --paper {paper}: give a recipe's name or a paper's number")
+    selected = shipped_recipes.select(name) if paper is None else shipped_recipes.of_paper(paper)
     if as_json:
         typer.echo(shipped_recipes.to_json(selected))
     else:

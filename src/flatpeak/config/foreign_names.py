@@ -21,22 +21,35 @@ _SERVER: Final = "an argument of the server: flatpeak serve MODEL -- --"
 _CRITIC: Final = f"{_NONE}: baselines are those of a group, without a critic"
 _LIGER: Final = f"{_NONE}: logits are computed in chunks, training.micro_batch_tokens bounds the memory of a pass"
 _SHARDS: Final = f"{_NONE}: distributed.strategy=fsdp2 shards weights and optimizer"
-_NO_PENALTY: Final = f"{_NONE}: rollout.top_p and rollout.top_k narrow the sampling"
+_NO_PENALTY: Final = f"{_NONE}: rollout.top_p, rollout.top_k and rollout.min_p narrow the sampling"
 _ALGORITHMS: Final = {
     "cispo": "flatpeak:algorithms/cispo",
     "dapo": "flatpeak:algorithms/dapo",
+    "clip_cov": "flatpeak:algorithms/clip_cov",
+    "dppo_kl": "flatpeak:algorithms/dppo_kl",
+    "dppo_tv": "flatpeak:algorithms/dppo",
     "dr_grpo": "flatpeak:algorithms/dr_grpo",
+    "gdpo": "flatpeak:algorithms/gdpo",
+    "geo_mean": "flatpeak:algorithms/gmpo",
     "grpo": "flatpeak:algorithms/grpo",
     "gspo": "flatpeak:algorithms/gspo",
+    "kl_cov": "flatpeak:algorithms/kl_cov",
+    "luspo": "flatpeak:algorithms/luspo",
+    "opo": "flatpeak:algorithms/opo",
     "reinforce": "flatpeak:algorithms/reinforce",
+    "reinforce_plus_plus": "flatpeak:algorithms/reinforce_plus_plus",
+    "reinforce_plus_plus_baseline": "flatpeak:algorithms/reinforce_plus_plus_baseline",
+    "remax": "flatpeak:algorithms/remax",
     "rloo": "flatpeak:algorithms/rloo",
+    "sapo": "flatpeak:algorithms/sapo",
+    "vespo": "flatpeak:algorithms/vespo",
 }
 
 FOREIGN_NAMES: Final = {
     "actor_learning_rate": "optimizer.learning_rate",
-    "advantage.epsilon": "advantage.eps",
     "adv_estimator": _LOSS,
     "adv_estimator=gae": _CRITIC,
+    "advantage.epsilon": "advantage.eps",
     "advantage_estimator": _LOSS,
     "advantage_estimator=gae": _CRITIC,
     "advantage_estimator=group_norm": "a recipe: extends: flatpeak:algorithms/grpo",
@@ -61,6 +74,7 @@ FOREIGN_NAMES: Final = {
     "disable_dropout": "model.dropout, which is off by default",
     "enable_gradient_checkpointing": "training.activation_checkpointing",
     "entropy_coeff": "objective.entropy_coefficient",
+    "entropy_target": "objective.adaptive_entropy.target",
     "eps_clip": _CLIP,
     "eps_clip_low_high": _CLIP,
     "epsilon": _CLIP,
@@ -82,6 +96,8 @@ FOREIGN_NAMES: Final = {
     "importance_sampling_level=sequence": "objective.ratio=sequence",
     "init_kl_coef": "kl.coefficient",
     "kl_coef": "kl.coefficient",
+    "kl_ctrl.horizon": "kl.adaptive.horizon",
+    "kl_ctrl.target_kl": "kl.adaptive.target",
     "kl_loss_coef": "kl.coefficient",
     "load_in_4bit": "model.quantization=nf4 with model.lora={}",
     "load_in_8bit": f"{_NONE}: model.quantization=nf4 has 4 bits",
@@ -99,6 +115,7 @@ FOREIGN_NAMES: Final = {
     "loss_agg_mode=seq-mean-token-sum": "objective.normalization=sequence_sum",
     "loss_agg_mode=seq-mean-token-sum-norm": "objective.normalization=constant",
     "loss_agg_mode=token-mean": "objective.normalization=token_mean",
+    "loss_mode": _LOSS,
     "loss_type": _LOSS,
     "loss_type=dapo": "objective.normalization=token_mean; for all of DAPO extends: flatpeak:algorithms/dapo",
     "lr": "optimizer.learning_rate",
@@ -112,8 +129,9 @@ FOREIGN_NAMES: Final = {
     "micro_batch_size": _MEMORY,
     "micro_rollout_batch_size": "rollout.max_rows",
     "micro_train_batch_size": _MEMORY,
-    "min_p": _NO_PENALTY,
+    "min_p": "rollout.min_p",
     "model_name_or_path": "model.path",
+    "multi_objective_aggregation": "advantage.function=gdpo",
     "n": "rollout.group_size",
     "n_gpus_per_node": _PROCESSES,
     "n_samples_per_prompt": "rollout.group_size",
@@ -124,6 +142,7 @@ FOREIGN_NAMES: Final = {
     "num_generations": "rollout.group_size",
     "num_iterations": "training.epochs_per_rollout",
     "num_train_epochs": _STEPS,
+    "off_policy_mask_threshold": "objective.token_weights.function=off_policy_mask",
     "optim": "optimizer.name",
     "optim=adamw_8bit": "optimizer.name=adamw_8bit",
     "optimizer.beta": "optimizer.betas",
@@ -142,6 +161,7 @@ FOREIGN_NAMES: Final = {
     "prompt_data_probs": "tasks.0.weight and so on, of a list of tasks in place of task",
     "prompt_max_len": "prompt.max_tokens and prompt.overlong",
     "push_to_hub": "the command flatpeak push RUN --repo OWNER/NAME, after the run",
+    "ref_model_mixup_alpha": "reference.ema",
     "ref_model_sync_steps": "reference.reset_every",
     "remote_rm_url": f"{_FUNCTION}, which may ask a server",
     "remove_unused_columns": f"{_NONE}: a function of rewards.NAME.function gets every column of its row",
@@ -153,6 +173,13 @@ FOREIGN_NAMES: Final = {
     "rollout.engine=vllm": "rollout.engine.type=vllm",
     "rollout.name=vllm": "rollout.engine.type=vllm",
     "rollout_batch_size": "rollout.prompts_per_step",
+    "rollout_is": "objective.sampler_correction.type and objective.sampler_correction.level",
+    "rollout_is_batch_normalize": "objective.sampler_correction.normalize",
+    "rollout_is_threshold": "objective.sampler_correction.cap and objective.sampler_correction.floor",
+    "rollout_rs": "objective.sampler_correction.reject",
+    "rollout_rs_threshold": "objective.sampler_correction.reject.above",
+    "sapo_temperature_neg": "objective.arguments, with objective.loss=sapo",
+    "sapo_temperature_pos": "objective.arguments, with objective.loss=sapo",
     "save_freq": _CHECKPOINTS,
     "save_steps": _CHECKPOINTS,
     "save_total_limit": "run.keep_checkpoints",
@@ -167,10 +194,12 @@ FOREIGN_NAMES: Final = {
     "test_freq": "evaluation.every",
     "tis_imp_ratio_cap": "objective.sampler_correction.type=truncate and objective.sampler_correction.cap",
     "tools": f"{_NONE}: no tools and no episodes of several turns",
+    "top_entropy_quantile": "objective.token_weights.function=top_entropy",
     "total_epochs": _STEPS,
     "total_training_steps": "training.steps",
     "train_batch_size": _BATCH,
     "train_files": _ROWS,
+    "use_adaptive_entropy": "objective.adaptive_entropy={}",
     "use_kl_in_reward": "kl.placement=reward",
     "use_kl_loss": "kl.coefficient, above 0",
     "use_liger_kernel": _LIGER,
@@ -183,7 +212,7 @@ FOREIGN_NAMES: Final = {
     "warmup_ratio": "optimizer.warmup_steps",
 } | {
     f"{key}={algorithm}": f"a recipe: extends: {recipe}"
-    for key in ("adv_estimator", "advantage_estimator", "loss_type", "objective.loss")
+    for key in ("adv_estimator", "advantage_estimator", "loss_mode", "loss_type", "objective.loss")
     for algorithm, recipe in _ALGORITHMS.items()
     if (key, algorithm) != ("loss_type", "dapo")
 }

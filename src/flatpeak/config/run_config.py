@@ -18,16 +18,14 @@ from flatpeak.tasks.config import TaskConfig
 from flatpeak.tasks.prompts import PromptConfig
 from flatpeak.tracking.config import TrackingConfig
 from flatpeak.training.config import (
-    AdvantageConfig,
     CurriculumConfig,
-    KLConfig,
     MixtureItemConfig,
-    ObjectiveConfig,
     OptimizerConfig,
     RewardModelConfig,
     SFTConfig,
     TrainingConfig,
 )
+from flatpeak.training.objective_config import ADVANTAGE_ARGUMENTS, AdvantageConfig, KLConfig, ObjectiveConfig
 from flatpeak.utils.schema import StrictConfig
 
 __all__ = [
@@ -91,6 +89,27 @@ class RunConfig(StrictConfig):
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         advantage = self.advantage
+        if self.training.difficulty is not None and self.rollout.staleness:
+            raise ValueError(
+                "training.difficulty with rollout.staleness=1: the next questions depend on the rewards of this step, "
+                "which are not there when they are drawn ahead; set rollout.staleness=0 or training.difficulty=null"
+            )
+        if self.kl.groups == "informative" and (self.objective.has_entropy or self.objective.token_weights.function):
+            other = "an entropy term" if self.objective.has_entropy else "objective.token_weights"
+            raise ValueError(
+                f"kl.groups=informative with {other}, which needs all groups: set kl.groups=all, or leave the other out"
+            )
+        alone = advantage.function == "remax" or (advantage.function is None and advantage.baseline == "none")
+        if advantage.limit_spreads is not None and (alone or self.rollout.group_size < 2):
+            raise ValueError(
+                f"advantage.limit_spreads={advantage.limit_spreads:g} needs advantages that compare the completions of "
+                "a group: one of equal rewards has no spread, and would teach nothing; use advantage.limit"
+            )
+        if self.rollout.group_size < 2 and advantage.function in ADVANTAGE_ARGUMENTS.keys() - {"remax"}:
+            raise ValueError(
+                f"rollout.group_size={self.rollout.group_size} with advantage.function={advantage.function}, which "
+                "compares the completions of a group: raise rollout.group_size"
+            )
         if self.rollout.group_size < 2 and advantage.baseline != "none" and advantage.function is None:
             raise ValueError(
                 f"rollout.group_size={self.rollout.group_size} with advantage.baseline={advantage.baseline}: "
@@ -163,10 +182,20 @@ class RunConfig(StrictConfig):
         judges = [name for name, reward in self.rewards.items() if reward.type == "judge"]
         if judges and not sharpness.judges:
             raise ValueError(sharpness.refusal_of(judges[0]))
-        if sharpness.eigenvalue and sharpness.samples < 2 and self.advantage.baseline != "none":
+        advantage = self.advantage
+        if not sharpness.eigenvalue or advantage.baseline == "none":
+            return self
+        if advantage.function == "remax":
             raise ValueError(
-                "evaluation.sharpness.eigenvalue with samples=1: advantages within a group need at least 2 "
-                "completions; raise evaluation.sharpness.samples"
+                "evaluation.sharpness.eigenvalue with advantage.function=remax: evaluations draw no greedy completions "
+                "to compare with; set evaluation.sharpness.eigenvalue=false or another advantage"
+            )
+        k = advantage.arguments.get("k") if advantage.function == "pass_at_k" else None
+        needed = k + 1 if isinstance(k, int) else 2
+        if sharpness.samples < needed:
+            raise ValueError(
+                f"evaluation.sharpness.eigenvalue with samples={sharpness.samples}: advantages within a group need at "
+                f"least {needed} completions; raise evaluation.sharpness.samples"
             )
         return self
 

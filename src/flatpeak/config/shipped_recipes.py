@@ -73,6 +73,17 @@ def select(name: str) -> ShippedRecipe | list[ShippedRecipe]:
     return all_recipes(name.strip().removeprefix(SHIPPED).strip("/")) or read(name.strip())
 
 
+def of_paper(paper: str) -> list[ShippedRecipe]:
+    """The recipes that name a paper by its arXiv number. UserError if none does."""
+    recipes = [one for one in all_recipes() if re.search(rf"\b{re.escape(paper.strip())}\b", one.summary)]
+    if not recipes or not re.fullmatch(r"\d{4}\.\d{4,5}", paper.strip()):
+        raise UserError(
+            f"--paper {paper}: no shipped recipe names this paper; give an arXiv number such as 2503.14476, or look "
+            "in docs/algorithms.md"
+        )
+    return recipes
+
+
 def to_json(selected: ShippedRecipe | Sequence[ShippedRecipe]) -> str:
     """One recipe as a JSON object with its text; several as `{"recipes": [...]}` without their texts."""
     if isinstance(selected, ShippedRecipe):

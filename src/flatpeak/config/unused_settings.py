@@ -7,12 +7,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatpeak.training.config import LOSS_SETTINGS, is_reference
+from flatpeak.training.objective_config import (
+    ADVANTAGE_ARGUMENTS,
+    LOSS_ARGUMENTS,
+    LOSS_SETTINGS,
+    TOKEN_WEIGHT_ARGUMENTS,
+    is_reference,
+)
 from flatpeak.utils.schema import StrictConfig
 from flatpeak.utils.user_code import FROM_PYTHON
 
-FUNCTIONS = ("objective.loss", "advantage.function")
-"""The settings that name a user's function; each has a section `arguments` next to it."""
+FUNCTIONS = ("objective.loss", "advantage.function", "objective.token_weights.function")
+"""The settings that name a function; each has a section `arguments` next to it."""
+_ARGUMENTS = LOSS_ARGUMENTS | ADVANTAGE_ARGUMENTS | TOKEN_WEIGHT_ARGUMENTS
 _LONGEST_VALUE = 100
 """The most characters of a section or list in an error."""
 Get = Callable[[str], Any]
@@ -127,25 +134,43 @@ RULES = (
         applies=lambda loss: "ratio" not in LOSS_SETTINGS.get(str(loss), ("ratio",)),
         settings=("objective.ratio",),
         instead="a loss with an importance ratio",
-        unless=lambda get: get("kl.ratio_weighted") is True and get("kl.placement") != "reward",
+        unless=lambda get: get("kl.ratio_weighted") is True and get("kl.placement") in (None, "loss"),
     ),
     Rule(
         choice="objective.loss",
-        applies=lambda loss: str(loss) in LOSS_SETTINGS,
+        applies=lambda loss: str(loss) in LOSS_SETTINGS.keys() - LOSS_ARGUMENTS.keys(),
         settings=("objective.arguments",),
         instead="objective.loss=file.py:function",
     ),
     Rule(
         choice="objective.sampler_correction.type",
         applies=lambda type_: type_ == "none",
-        settings=("objective.sampler_correction.level", "objective.sampler_correction.cap"),
+        settings=tuple(f"objective.sampler_correction.{name}" for name in ("level", "cap", "floor", "normalize")),
         instead="objective.sampler_correction.type=truncate",
     ),
     Rule(
         choice="kl.placement",
-        applies=lambda placement: placement == "reward",
+        applies=lambda placement: placement in ("reward", "reward_to_go"),
         settings=("kl.ratio_weighted",),
         instead="kl.placement=loss",
+    ),
+    Rule(
+        choice="kl.placement",
+        applies=lambda placement: placement != "loss",
+        settings=("kl.groups",),
+        instead="kl.placement=loss",
+    ),
+    Rule(
+        choice="kl.placement",
+        applies=lambda placement: placement != "reward_to_go",
+        settings=("kl.discount",),
+        instead="kl.placement=reward_to_go",
+    ),
+    Rule(
+        choice="training.dynamic_sampling.max_resamples",
+        applies=lambda count: count == 0,
+        settings=("training.dynamic_sampling.pass_rate", "training.dynamic_sampling.min_std"),
+        instead="training.dynamic_sampling.max_resamples=3",
     ),
     Rule(
         choice="advantage.baseline",
@@ -155,13 +180,19 @@ RULES = (
     ),
     Rule(
         choice="advantage.function",
+        applies=lambda function: function == "remax",
+        settings=("training.dynamic_sampling.max_resamples",),
+        instead="advantage.function=null",
+    ),
+    Rule(
+        choice="advantage.function",
         applies=lambda function: function is not None,
         settings=("advantage.baseline", "advantage.scale", "advantage.eps"),
         instead="advantage.function=null",
     ),
     Rule(
         choice="advantage.function",
-        applies=lambda function: function is None,
+        applies=lambda function: not ADVANTAGE_ARGUMENTS.get(str(function), is_reference(str(function))),
         settings=("advantage.arguments",),
         instead="advantage.function=file.py:function",
     ),
@@ -219,16 +250,16 @@ def without_superseded(
 ) -> dict[str, Any]:
     """Drop the settings that `merged` inherits from `base` and that a choice made in `delta` makes ineffective.
 
-    `objective.loss=policy_gradient` over a recipe with `clip_low` means no clip; it is not a contradiction. If a user's
-    function replaces another, it does not inherit the arguments of the first. A task of a type replaces a mixture.
+    `objective.loss=policy_gradient` over a recipe with `clip_low` means no clip; it is not a contradiction. A function
+    that replaces another does not inherit the arguments of the first. A task of a type replaces a mixture.
     """
     kept = dict(merged)
     for choice in FUNCTIONS:
         before, now = (str((_find(recipe, choice) or ("",))[0]) for recipe in (base, delta))
-        if is_reference(before) and is_reference(now) and not _are_same(before, now):
-            section = choice.partition(".")[0]
-            written = _find(delta, f"{section}.arguments") or ({},)
-            kept[section] = {**kept[section], "arguments": written[0]}
+        takes_arguments = is_reference(before) or bool(_ARGUMENTS.get(before))
+        if takes_arguments and now not in ("", "None") and not _are_same(before, now):
+            path = [*choice.split(".")[:-1], "arguments"]
+            kept = _with(kept, path, (_find(delta, ".".join(path)) or ({},))[0])
     if _find(delta, "task.type") is not None and _find(delta, "tasks") is None:
         kept.pop("tasks", None)
     for rule in RULES:
@@ -281,6 +312,12 @@ def _find(recipe: Mapping[str, Any], key: str) -> tuple[Any] | None:
             return None
         value = value[step]
     return (value,)
+
+
+def _with(recipe: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    """The recipe with this value at the path."""
+    first, *rest = path
+    return {**recipe, first: _with(recipe.get(first, {}), rest, value) if rest else value}
 
 
 def _without(recipe: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:

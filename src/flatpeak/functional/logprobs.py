@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flatpeak.functional.kept_tokens import KeptTokens
 from flatpeak.kernels.matmul import add_linear, linear
 
 _LOGITS_PER_CHUNK_CPU = 1 << 22
@@ -35,8 +36,10 @@ def token_logprobs(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     chunk_size: int | None = None,
+    kept_T: KeptTokens | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(logprobs_T, entropy_T) of softmax(z) over the whole vocabulary, in nats.
+    """(logprobs_T, entropy_T) of softmax(z) over the whole vocabulary, in nats; with `kept_T` logprobs_T are of softmax
+    over these tokens.
 
     z = s (h W^T + b) / temperature with logit_scale s; with softcap c, z = c tanh(s (h W^T + b) / c) / temperature.
     logprobs_t = z_y - log sum_v exp(z_v), entropy_t = -sum_v p_v log p_v. Logits must be finite.
@@ -52,7 +55,9 @@ def token_logprobs(
         raise ValueError(f"temperature={temperature}, softcap={softcap}: give values above 0 (softcap=None is off)")
     if chunk_size is None:
         chunk_size = chunk_tokens(len(output_weight_VD), on_cpu=hidden_TD.device.type == "cpu")
-    head = _Head(softcap=softcap, logit_scale=logit_scale, temperature=temperature, chunk_size=chunk_size)
+    head = _Head(
+        softcap=softcap, logit_scale=logit_scale, temperature=temperature, chunk_size=chunk_size, kept_T=kept_T
+    )
     logprobs_T, entropy_T = _TokenLogprobs.apply(hidden_TD, output_weight_VD, targets_T, bias_V, head)
     return logprobs_T, entropy_T
 
@@ -99,6 +104,11 @@ class _Head:
     logit_scale: float
     temperature: float
     chunk_size: int
+    kept_T: KeptTokens | None
+
+    def mask(self, rows: slice, vocabulary: int) -> Tensor | None:
+        """bool [C, V]: the tokens that each of a chunk's tokens was drawn from; None: all."""
+        return None if self.kept_T is None else self.kept_T.mask(rows, vocabulary)
 
     def chunks(self, num_tokens: int) -> Iterator[slice]:
         """Slices that cover the tokens in order."""
@@ -137,6 +147,9 @@ class _TokenLogprobs(torch.autograd.Function):
                 scores_CV = head.scores(hidden_TD[rows], weight_VD, bias_V)
                 logprobs_CV = torch.log_softmax(scores_CV, -1)
                 logprobs_T[rows] = logprobs_CV.gather(1, targets_T[rows, None]).squeeze(1)
+                kept_CV = head.mask(rows, len(weight_VD))
+                if kept_CV is not None:
+                    logprobs_T[rows] -= logprobs_CV.masked_fill(~kept_CV, -torch.inf).logsumexp(-1)
                 entropy_T[rows] = torch.exp(logprobs_CV, out=scores_CV).mul_(logprobs_CV).sum(-1).neg_()
                 del scores_CV, logprobs_CV  # free them before the next chunk allocates its tensors
         ctx.head = head
@@ -167,6 +180,7 @@ class _TokenLogprobs(torch.autograd.Function):
                     entropy_T[rows],
                     grad_logprobs_T[rows],
                     None if grad_entropy_T is None else grad_entropy_T[rows],
+                    ctx.head.mask(rows, len(weight_VD)),
                 )
                 grads.add(grad_CV.mul_(slope), hidden_TD[rows], weight_VD, rows)
                 del scores_CV, slope, grad_CV
@@ -215,10 +229,20 @@ class _DifferentiatedOnce(torch.autograd.Function):
 
 
 def _score_gradient(
-    scores_CV: Tensor, targets_C: Tensor, entropy_C: Tensor, grad_logprobs_C: Tensor, grad_entropy_C: Tensor | None
+    scores_CV: Tensor,
+    targets_C: Tensor,
+    entropy_C: Tensor,
+    grad_logprobs_C: Tensor,
+    grad_entropy_C: Tensor | None,
+    kept_CV: Tensor | None,
 ) -> Tensor:
-    """d loss / d z = g_logp (1[v = y] - p_v) - g_H p_v (log p_v + H)."""
-    if grad_entropy_C is None:
+    """d loss / d z = g_logp (1[v = y] - q_v) - g_H p_v (log p_v + H), q = p over the kept tokens, 0 elsewhere."""
+    if kept_CV is not None:
+        grad_CV = torch.softmax(scores_CV.masked_fill(~kept_CV, -torch.inf), -1).mul_(-grad_logprobs_C[:, None])
+        if grad_entropy_C is not None:
+            logprobs_CV = torch.log_softmax(scores_CV, -1)
+            grad_CV.sub_(logprobs_CV.exp() * (logprobs_CV + entropy_C[:, None]) * grad_entropy_C[:, None])
+    elif grad_entropy_C is None:
         grad_CV = torch.softmax(scores_CV, -1).mul_(-grad_logprobs_C[:, None])
     else:
         logprobs_CV = torch.log_softmax(scores_CV, -1)

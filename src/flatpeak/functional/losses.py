@@ -1,15 +1,11 @@
 """Importance ratios and per-token policy losses to minimize, elementwise: the caller weights and sums.
 
 Ratios compare full-vocabulary log-probabilities at the sampling temperature. On-policy every ratio is 1: a surrogate
-has the value -A and the gradient of -A log p, so a loss near 0 does not mean a gradient near 0. `POLICY_LOSSES` lists
-the losses that a recipe can choose.
+has the value -A and the gradient of -A log p, so a loss near 0 does not mean a gradient near 0. A recipe chooses from
+the table in `policy_losses.py`.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -76,14 +72,19 @@ def clipped_surrogate(
     return torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
 
 
-def truncated_policy_gradient(logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, cap: float) -> Tensor:
-    """-stopgrad(min(r, cap)) A log p. CISPO, MiniMax 2025: every token keeps a gradient.
+def truncated_policy_gradient(
+    logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, cap: float, floor: float = 0.0
+) -> Tensor:
+    """-stopgrad(clamp(r, floor, cap)) A log p. CISPO, MiniMax 2025: every token keeps a gradient.
 
-    `cap` is a value of the ratio, not a distance from 1: below 1 it scales down even the on-policy gradient.
+    `cap` and `floor` are values of the ratio, not distances from 1: a cap below 1 scales down even the on-policy
+    gradient.
     """
-    if cap <= 0:
-        raise ValueError(f"cap={cap}: it bounds the ratio itself, so give more than 0 (5 is usual)")
-    return -ratio.clamp(max=cap).detach() * advantages * logprobs
+    if not 0 <= floor < cap:
+        raise ValueError(
+            f"cap={cap}, floor={floor}: each bounds the ratio itself, so give 0 <= floor < cap (5 is usual)"
+        )
+    return -ratio.clamp(floor, cap).detach() * advantages * logprobs
 
 
 def frozen_policy_loss(logprobs_T: Tensor, coefficients_T: Tensor) -> Tensor:
@@ -113,91 +114,12 @@ def reweighted_policy_loss(
     return coefficients_T * sequence_importance_ratio(logprobs_T, first_logprobs_T, sequence_T, num_sequences)
 
 
-def capped_policy_loss(logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, *, cap: float) -> Tensor:
-    """-A r up to the cap, -A cap log p above it: the gradient of CISPO's loss, with the matching curvature.
+def capped_policy_loss(
+    logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, *, cap: float, floor: float = 0.0
+) -> Tensor:
+    """-A r between floor and cap, -A cap log p above: the gradient of CISPO's loss, with the matching curvature.
 
     `truncated_policy_gradient` detaches the ratio, so its second derivative omits the derivative of the ratio.
     """
-    return torch.where(ratio_T.detach() > cap, -cap * advantages_T * logprobs_T, -ratio_T * advantages_T)
-
-
-class Coefficients(Protocol):
-    """The coefficients of all losses; the section `objective` of a recipe has them."""
-
-    @property
-    def clip_low(self) -> float:
-        """Clip bound of the ratio, as a distance below 1."""
-
-    @property
-    def clip_high(self) -> float:
-        """Clip bound of the ratio, as a distance above 1."""
-
-    @property
-    def dual_clip(self) -> float | None:
-        """Bound of the ratio for negative advantages; None leaves it unbounded."""
-
-    @property
-    def cap(self) -> float:
-        """Upper bound of the ratio itself, for CISPO."""
-
-
-TokenFunction = Callable[[Tensor, Tensor, Tensor, Coefficients], Tensor]
-"""(logprobs, ratio, advantages, coefficients) -> one value per token."""
-
-
-def _never_clipped(logprobs: Tensor, ratio: Tensor, advantages: Tensor, coefficients: Coefficients) -> Tensor:
-    """False for every token, for losses without a clip."""
-    return torch.zeros_like(ratio, dtype=torch.bool)
-
-
-def _clipped_tokens(logprobs: Tensor, ratio: Tensor, advantages: Tensor, coefficients: Coefficients) -> Tensor:
-    """Whether PPO's clip removes a token's gradient: r is beyond the bound towards which the advantage pushes it."""
-    above = (ratio > 1 + coefficients.clip_high) & (advantages > 0)
-    below = (ratio < 1 - coefficients.clip_low) & (advantages < 0)
-    if coefficients.dual_clip is not None:
-        below |= (ratio > coefficients.dual_clip) & (advantages < 0)
-    return above | below
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PolicyLoss:
-    """A loss that a recipe can choose; all losses have the same signature."""
-
-    value: TokenFunction
-    """The loss of each token from that token's values alone, so that batches may be split between any completions."""
-    clipped: TokenFunction = _never_clipped
-    """bool: tokens whose gradient the clip removes, or caps in the case of CISPO."""
-    with_curvature: TokenFunction | None = None
-    """A loss with the same gradient and a meaningful second derivative, if `value` detaches the ratio."""
-    all_tokens: bool = False
-    """Whether a token of advantage 0 can have a gradient; if so, no pass may skip it."""
-
-
-POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "policy_gradient": PolicyLoss(
-        value=lambda logprobs, ratio, advantages, coefficients: policy_gradient(logprobs, advantages)
-    ),
-    "unclipped_surrogate": PolicyLoss(
-        value=lambda logprobs, ratio, advantages, coefficients: unclipped_surrogate(ratio, advantages)
-    ),
-    "clipped_surrogate": PolicyLoss(
-        value=lambda logprobs, ratio, advantages, coefficients: clipped_surrogate(
-            ratio,
-            advantages,
-            clip_low=coefficients.clip_low,
-            clip_high=coefficients.clip_high,
-            dual_clip=coefficients.dual_clip,
-        ),
-        clipped=_clipped_tokens,
-    ),
-    "truncated_policy_gradient": PolicyLoss(
-        value=lambda logprobs, ratio, advantages, coefficients: truncated_policy_gradient(
-            logprobs, ratio, advantages, cap=coefficients.cap
-        ),
-        clipped=lambda logprobs, ratio, advantages, coefficients: ratio > coefficients.cap,
-        with_curvature=lambda logprobs, ratio, advantages, coefficients: capped_policy_loss(
-            logprobs, ratio, advantages, cap=coefficients.cap
-        ),
-    ),
-}
-"""The values of `objective.loss`, by name."""
+    bounded_T = ratio_T.detach().clamp(floor, cap)
+    return torch.where(bounded_T == ratio_T, -ratio_T * advantages_T, -bounded_T * advantages_T * logprobs_T)

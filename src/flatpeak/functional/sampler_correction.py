@@ -7,12 +7,20 @@ weights. The weights multiply the policy loss as constants; the ratio p / p_old 
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from flatpeak.functional.losses import LOG_RATIO_LIMIT
 
-__all__ = ["masked_importance_weights", "sequence_probability_ratio", "truncated_importance_weights"]
+__all__ = [
+    "effective_sample_size",
+    "masked_importance_weights",
+    "over_completions",
+    "sequence_probability_ratio",
+    "truncated_importance_weights",
+]
 
 
 def sequence_probability_ratio(logprobs_T: Tensor, sampler_logprobs_T: Tensor, sequence_T: Tensor, num: int) -> Tensor:
@@ -26,13 +34,13 @@ def sequence_probability_ratio(logprobs_T: Tensor, sampler_logprobs_T: Tensor, s
     return torch.exp(sums_N.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).index_select(0, sequence_T)
 
 
-def truncated_importance_weights(ratio: Tensor, *, cap: float) -> Tensor:
-    """stopgrad(min(R, cap)): the cap bounds the variance, at the price of a bias towards the sampler.
+def truncated_importance_weights(ratio: Tensor, *, cap: float, floor: float = 0.0) -> Tensor:
+    """stopgrad(clamp(R, floor, cap)): the cap bounds the variance, at the price of a bias towards the sampler.
 
     Truncated importance sampling, Ionides 2008; for a sampler that disagrees with the trainer, Yao et al. 2025, "Your
     Efficient RL Framework Secretly Brings You Off-Policy RL Training" (https://fengyao.notion.site/off-policy-rl).
     """
-    return ratio.detach().clamp(max=_checked(cap))
+    return ratio.detach().clamp(floor, _checked(cap))
 
 
 def masked_importance_weights(ratio: Tensor, *, cap: float, floor: float = 0.0) -> Tensor:
@@ -43,6 +51,22 @@ def masked_importance_weights(ratio: Tensor, *, cap: float, floor: float = 0.0) 
     """
     ratio = ratio.detach()
     return ratio.masked_fill((ratio < floor) | (ratio > _checked(cap)), 0.0)
+
+
+def over_completions(values_T: Tensor, sequence_T: Tensor, num: int, *, by: Literal["sum", "mean", "max"]) -> Tensor:
+    """The sum, mean or maximum of each completion's values, for each of its tokens."""
+    zeros_N = values_T.new_zeros(num)
+    if by == "max":
+        lowest_N = torch.full_like(zeros_N, -torch.inf)
+        return lowest_N.scatter_reduce(0, sequence_T, values_T, "amax").index_select(0, sequence_T)
+    sums_N = zeros_N.index_add(0, sequence_T, values_T)
+    lengths_N = zeros_N.index_add(0, sequence_T, torch.ones_like(values_T)).clamp(min=1)
+    return (sums_N if by == "sum" else sums_N / lengths_N).index_select(0, sequence_T)
+
+
+def effective_sample_size(total: float, squares: float, count: int) -> float:
+    """(sum w)^2 / (count sum w^2), the share of samples that as many weights of 1 would be worth. Kish 1965."""
+    return total**2 / (count * squares) if squares else 0.0
 
 
 def _checked(cap: float) -> float:

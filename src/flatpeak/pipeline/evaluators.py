@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -20,7 +20,15 @@ from flatpeak.policy.model import Policy
 from flatpeak.policy.model_settings import without_dropout
 from flatpeak.protocols import Sampler
 from flatpeak.rewards.reward_set import RewardSet
-from flatpeak.training.batch import collate, micro_batches, take
+from flatpeak.training.batch import (
+    collate,
+    has_advantage,
+    micro_batches,
+    on_trained_tokens,
+    take,
+    trained_lengths,
+)
+from flatpeak.training.collect import advantage_inputs
 from flatpeak.training.learner import token_budget, weighted_sum
 from flatpeak.training.objective import Objective, with_old_logprobs
 from flatpeak.training.reward_tensors import Advantages, reward_tensors
@@ -97,6 +105,7 @@ def _sharpness_probe(
             temperature=config.evaluation.temperature,
             max_new_tokens=config.rollout.max_new_tokens,
             micro_batch_tokens=config.training.micro_batch_tokens,
+            reward_weights=reward.weights,
         ),
     )
 
@@ -118,6 +127,8 @@ class SampledLoss:
     max_new_tokens: int
     """`rollout.max_new_tokens`, which normalizations and overlong punishments refer to."""
     micro_batch_tokens: int | None = None
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    """The weights of the reward's components, for advantages that ask for them."""
 
     def __call__(self, groups: Sequence[Group], scores: Scores) -> Callable[[], Iterator[Tensor]] | None:
         """A function that computes the loss of each micro-batch anew; None where no completion has an advantage."""
@@ -134,12 +145,15 @@ class SampledLoss:
             max_new_tokens=self.max_new_tokens,
             group_baseline=self.advantages.compare_groups(len(groups[0].completions)),
         )
-        advantages_PG = self.advantages(rewards.rewards_PG, rewards.valid_PG)
+        inputs = advantage_inputs(self.advantages.asks, groups, scores, weights=self.reward_weights)
+        advantages_PG = self.advantages(rewards.rewards_PG, rewards.valid_PG, **inputs)
         completions = collate(groups, rewards.trained_PG, device=self.policy.device)
-        advantages_N = advantages_PG[rewards.trained_PG].to(self.policy.device)
-        weights_N = completion_weights(completions.lengths_N, config.normalization, max_tokens=self.max_new_tokens)
-        batch = completions.to_batch(advantages_N=advantages_N, weights_N=weights_N, old_logprobs_T=None)
-        signal_N = (weights_N > 0) & ((advantages_N != 0) | self.objective.loss.all_tokens)
+        advantages_T = self.advantages.per_token(advantages_PG[rewards.trained_PG], completions, None)
+        weights_N = completion_weights(
+            trained_lengths(completions), config.normalization, max_tokens=self.max_new_tokens
+        )
+        batch = completions.to_batch(advantages_T=advantages_T, weights_N=weights_N, old_logprobs_T=None)
+        signal_N = (weights_N > 0) & (has_advantage(batch) | self.objective.loss.all_tokens)
         return take(batch, signal_N.nonzero()[:, 0])
 
     def losses(self, batch: Batch) -> Iterator[Tensor]:
@@ -150,6 +164,7 @@ class SampledLoss:
                 logprobs_T, _ = self.policy.token_logprobs(
                     micro_batch, temperature=self.temperature, twice_differentiable=True
                 )
+            micro_batch, logprobs_T = on_trained_tokens(micro_batch, logprobs_T)
             micro_batch = with_old_logprobs(micro_batch, logprobs_T)
             loss_T = self.objective.policy_loss(logprobs_T, micro_batch, curvature=True)
             yield weighted_sum(loss_T, micro_batch)

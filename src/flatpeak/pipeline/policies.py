@@ -17,6 +17,7 @@ from flatpeak.policy.model import Policy
 from flatpeak.policy.precision import check_trainable, slow_dtype_notices
 from flatpeak.policy.reference import check_reference, snapshot
 from flatpeak.protocols import Progress, Task
+from flatpeak.rollout.config import VLLMConfig
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.runs.checkpoints import broken_file, checkpoint_name
 from flatpeak.runs.directory import RunPaths
@@ -82,7 +83,7 @@ def named_reference(config: RunConfig, policy: Policy) -> Policy | None:
 
 def keeps_own_reference(config: RunConfig) -> bool:
     """Whether the reference is the policy as RL began, and anything uses it."""
-    used = config.kl.coefficient > 0 or config.reference.keep or config.reference.resets
+    used = config.kl.coefficient > 0 or config.reference.keep or config.reference.moves
     return bool(used) and config.reference.model is None
 
 
@@ -102,7 +103,7 @@ def own_reference(config: RunConfig, policy: Policy, *, start: Path | None) -> P
 
 
 def reference_checkpoint(config: RunConfig, point: ResumePoint) -> Path | None:
-    """The checkpoint that a resumed run measures KL against: step 0 of RL, unless the reference was reset since.
+    """The checkpoint that a resumed run measures KL against: step 0 of RL, unless the reference has moved since.
 
     UserError where it is missing or damaged.
     """
@@ -159,13 +160,11 @@ def recipe_notices(config: RunConfig, policy: Policy) -> list[str]:
     notices = slow_dtype_notices(policy.model)
     if policy.notice:
         notices.append(f"native engine not used: {policy.notice}; rollouts use generate, training pads")
-    if config.rollout.sampling().filtered:
+    if config.rollout.sampling().filtered and isinstance(config.rollout.engine, VLLMConfig):
         notices.append(
-            "rollout.top_p/top_k draw from a filtered distribution while the ratio is that of the full one: the "
-            "importance ratio is approximate"
+            "with rollout.top_p, top_k, min_p or min_new_tokens servers draw from fewer tokens than all and do not "
+            "tell which: the ratio is that of all tokens, and approximate"
         )
-    if config.rollout.min_new_tokens:
-        notices.append("rollout.min_new_tokens forbids early ends that the policy would draw: the ratio is approximate")
     if config.rollout.staleness and policy.below_float32 and not config.objective.sampler_correction.enabled:
         notices.append(
             "rollout.staleness=1 below float32: the previous policy's completions count as the present one's without "

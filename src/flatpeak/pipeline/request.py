@@ -16,12 +16,13 @@ from flatpeak.config.load import Settings, apply_settings, parse_config, read_re
 from flatpeak.config.run_config import RunConfig
 from flatpeak.config.unused_settings import explicit_settings
 from flatpeak.errors import UserError
-from flatpeak.functional.losses import PolicyLoss
+from flatpeak.functional.policy_losses import PolicyLoss
 from flatpeak.pipeline.prompt_record import read_prompt_record
 from flatpeak.pipeline.samplers import SamplerFactory
 from flatpeak.policy.config import ModelConfig
 from flatpeak.protocols import Progress, SamplerLike, Task
 from flatpeak.rewards.functions import function_name
+from flatpeak.rewards.reward_set import as_reward
 from flatpeak.runs.callbacks import Callback, check_callbacks
 from flatpeak.runs.manifest import flatten
 from flatpeak.tasks.dataset import GOLDS, task_of
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from flatpeak.functional.losses import TokenFunction
+    from flatpeak.functional.policy_losses import TokenFunction
     from flatpeak.rewards.base import Scorer
 
     ModelInput: TypeAlias = str | Path | PreTrainedModel | PeftModel
@@ -228,7 +229,10 @@ class Algorithm:
 
 def make_algorithm(config: RunConfig, objects: CallerObjects) -> Algorithm:
     """The objective and the advantages of a recipe or its caller; UserError where a function is unfit."""
-    rollout = config.rollout
+    rollout, rewards = config.rollout, objects.reward
+    weights = {name: reward.weight for name, reward in config.rewards.items()}
+    if rewards is not None:
+        weights = as_reward(rewards, name=config.evaluation.accuracy_part).weights
     return Algorithm(
         objective=make_objective(config.objective, config.kl, own=objects.loss),
         advantages=make_advantages(
@@ -236,6 +240,7 @@ def make_algorithm(config: RunConfig, objects: CallerObjects) -> Algorithm:
             own=objects.advantage,
             num_prompts=rollout.prompts_per_step,
             group_size=rollout.group_size,
+            part_weights=weights,
         ),
     )
 

@@ -34,7 +34,7 @@ from flatpeak.policy.native_decoding import TORCH
 from flatpeak.rollout.config import VLLMConfig
 from flatpeak.rollout.vllm.weight_versions import checksums_of
 from flatpeak.runs.notices import RecordedProgress
-from flatpeak.training.diagnostics import ZeroAdvantageMonitor
+from flatpeak.training.history import ZeroAdvantageMonitor
 from flatpeak.training.master_weights import CheckpointSize
 from flatpeak.training.optimizer import check_blocks
 from flatpeak.utils.environment import without_collection

@@ -14,7 +14,7 @@ from flatpeak.protocols import Progress
 from flatpeak.rewards.reward_set import RewardSet, as_reward, build_reward
 from flatpeak.rewards.workers.pool import WorkerPool
 from flatpeak.training.curriculum import Phase
-from flatpeak.training.diagnostics import Unanswered
+from flatpeak.training.history import Unanswered
 from flatpeak.types import Prompt
 
 REWARD_CHECK_EXAMPLES = 16

@@ -34,8 +34,7 @@ from flatpeak.runs.summary import RunSummary
 from flatpeak.tracking.backend import RunFacts
 from flatpeak.tracking.trackers import Trackers, open_trackers
 from flatpeak.training.collect import Rollouts
-from flatpeak.training.diagnostics import ZeroAdvantageMonitor
-from flatpeak.training.history import History
+from flatpeak.training.history import History, ZeroAdvantageMonitor
 from flatpeak.training.master_weights import CheckpointSize
 from flatpeak.training.recorder import HALVED, Recorder
 from flatpeak.training.stage import StageTrainer

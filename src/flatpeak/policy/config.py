@@ -105,6 +105,9 @@ class ReferenceConfig(StrictConfig):
     reset_at_kl: Annotated[float, Field(gt=0)] | None = None
     """A limit of policy/kl_reference: after a step above it, the current policy becomes the reference; null: no limit.
     This and `reset_every` imply `keep`."""
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """The reference is an average of the policy's weights: after each step, this share of the old average and 1 - ema
+    of the policy. Implies `keep`. null: it is not."""
     reset_optimizer: bool = False
     """At a reset, also clear the optimizer's moments and step counts; the learning rate's schedule continues."""
     offload: bool = False
@@ -115,6 +118,18 @@ class ReferenceConfig(StrictConfig):
     def resets(self) -> bool:
         """Whether there is a rule that resets the reference."""
         return self.reset_every is not None or self.reset_at_kl is not None
+
+    @property
+    def moves(self) -> bool:
+        """Whether the reference changes in the course of a run."""
+        return self.resets or self.ema is not None
+
+    @model_validator(mode="after")
+    def _averages_the_policy(self) -> ReferenceConfig:
+        if self.ema is not None and (self.model is not None or self.resets):
+            other = "reference.model" if self.model is not None else "resets"
+            raise ValueError(f"reference.ema={self.ema:g} with {other}: the average begins at the policy; choose one")
+        return self
 
     @model_validator(mode="after")
     def _optimizer_is_reset_with_the_reference(self) -> ReferenceConfig:

@@ -184,6 +184,7 @@ class Policy:
             softcap=self.head.softcap,
             logit_scale=self.head.logit_scale,
             temperature=temperature,
+            kept_T=batch.kept_T,
         )
 
     @property

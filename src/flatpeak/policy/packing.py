@@ -278,6 +278,9 @@ def padded_token_logprobs(model: Any, batch: PackedCompletions, *, temperature: 
     logits_TV = (logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()) / temperature
     logprobs_TV = torch.log_softmax(logits_TV, dim=-1)
     chosen_T = logprobs_TV.gather(1, batch.tokens_T[:, None])[:, 0]
+    if batch.kept_T is not None:
+        kept_TV = batch.kept_T.mask(slice(None), logprobs_TV.shape[-1])
+        chosen_T = chosen_T - logprobs_TV.masked_fill(~kept_TV, -torch.inf).logsumexp(-1)
     return chosen_T, -(logprobs_TV.exp() * logprobs_TV).sum(-1)
 
 

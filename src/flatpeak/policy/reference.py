@@ -55,6 +55,18 @@ class Snapshot(Policy):
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
 
+    def average(self, policy: Policy, averages: Mapping[str, Tensor], *, decay: float) -> dict[str, Tensor]:
+        """decay * average + (1 - decay) * the policy's weights, in float32 at least, which this model rounds to."""
+        with policy.whole() as whole:
+            current = {name: tensor.detach().clone() for name, tensor in self._movable(whole.model).items()}
+        mixed = {
+            # A checkpoint's averages are on the CPU.
+            name: _average(averages.get(name, own).to(own.device), current[name].to(own.device), decay=decay)
+            for name, own in self.tensors().items()
+        }
+        self.load(mixed)
+        return mixed
+
     def follow(self, policy: Policy) -> None:
         """Copy the current weights of the policy."""
         with policy.whole() as whole:
@@ -65,6 +77,14 @@ class Snapshot(Policy):
         saved = model.state_dict().keys()
         weights = {name: weight for name, weight in model.named_parameters() if name in self.trained}
         return weights | {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def _average(average: Tensor, value: Tensor, *, decay: float) -> Tensor:
+    """The average's next value; a whole number, as in a buffer, is that of the policy."""
+    if not average.is_floating_point():
+        return value
+    wide = torch.promote_types(average.dtype, torch.float32)
+    return average.to(wide).lerp(value.to(wide), 1 - decay)
 
 
 def snapshot(policy: Policy) -> Snapshot:
@@ -88,15 +108,18 @@ def renewed(reference: Policy, policy: Policy) -> Snapshot:
 
 
 class ReferenceResets:
-    """The rule for resets of the reference, and the number of resets so far.
+    """The rule by which the reference moves: resets, or an average of the policy; and how often it has so far.
 
-    KL to a fixed reference keeps the policy near its start. After a reset the reference is the recent policy, so
-    training can go any distance in small steps (ProRL, arXiv 2505.24864; arXiv 2602.18037).
+    The average (EMA) is kept in float32: in bfloat16 small steps would be lost. KL to a fixed reference keeps the
+    policy near its start. After a reset the reference is the recent policy, so training can go any distance in small
+    steps (ProRL, arXiv 2505.24864; arXiv 2602.18037).
     """
 
     def __init__(self, rule: ReferenceConfig) -> None:
         self.rule = rule
         self.count = 0
+        self.averages: dict[str, Tensor] = {}
+        """The average's tensors; empty without one, and before the first step."""
 
     def due(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Whether a step with these metrics ends with a reset."""
@@ -114,7 +137,11 @@ class ReferenceResets:
         policy: Policy,
         optimizer: torch.optim.Optimizer,
     ) -> Policy | None:
-        """The reference of the next step: the same, or the current policy."""
+        """The reference of the next step: the same, the current policy, or the average with it."""
+        if self.rule.ema is not None:
+            assert isinstance(reference, Snapshot)  # it begins as the policy
+            self.averages = reference.average(policy, self.averages, decay=self.rule.ema)
+            self.count += 1
         if not self.due(step, metrics):
             return reference
         assert reference is not None  # recipes with resets keep a reference
@@ -128,7 +155,9 @@ class ReferenceResets:
         return {"reference/resets": float(self.count)} if self.rule.resets else {}
 
     def tensors(self, reference: Policy | None) -> dict[str, Tensor]:
-        """The reference for a checkpoint; empty before the first reset, because it is still the initial one."""
+        """The reference for a checkpoint; empty before it first moves, because it is still the initial one."""
+        if self.averages:
+            return self.averages
         if not self.count or reference is None:
             return {}
         assert isinstance(reference, Snapshot)  # every reset makes one
@@ -141,6 +170,7 @@ class ReferenceResets:
         if reference is None:  # a fork may drop KL, and a later fork may add it again
             return None
         self.count = count
+        self.averages = dict(tensors) if self.rule.ema is not None else {}
         if not count:
             return reference
         snapshot = renewed(reference, policy)

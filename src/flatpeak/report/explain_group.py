@@ -25,11 +25,13 @@ from flatpeak.runs.checkpoints import LAST, checkpoint_name
 from flatpeak.runs.directory import RunPaths, run_hint
 from flatpeak.runs.rollout_log import logged_steps, read_rollouts
 from flatpeak.training.batch import collate
-from flatpeak.training.config import AdvantageConfig, is_reference
 from flatpeak.training.learner import score, token_budget
+from flatpeak.training.objective_config import AdvantageConfig
 from flatpeak.types import Completion, Example, Group, Prompt
 
 Row = dict[str, Any]
+WEIGHED_BY_RATIO = ("clipped_surrogate", "unclipped_surrogate", "truncated_policy_gradient", "policy_gradient")
+"""The losses whose gradient weighs a token by its ratio, up to a clip."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,16 +206,17 @@ def _counts(completions: Sequence[ExplainedCompletion]) -> dict[int, int]:
 
 def _rule(advantage: AdvantageConfig) -> str:
     """The rule that turned rewards into advantages."""
+    rule = f"baseline {advantage.baseline}, scale {advantage.scale}"
     if advantage.function is not None:
-        return f"advantages by {advantage.function}"
-    return f"baseline {advantage.baseline}, scale {advantage.scale}"
+        rule = f"advantages by {advantage.function}"
+    return rule if advantage.whiten == "none" else f"{rule}, whitened over {advantage.whiten}"
 
 
 def _gradient(loss: str) -> str:
-    """The weight of a token's gradient, if flatpeak knows the loss."""
-    if is_reference(loss):
-        return f"A token's loss is its weight times {loss}."
-    return "A token's gradient weighs -advantage * weight * ratio."
+    """The weight of a token's gradient, under the losses of which it is the ratio's."""
+    if loss in WEIGHED_BY_RATIO:
+        return "A token's gradient weighs -advantage * weight * ratio."
+    return f"A token's loss is its weight times {loss}."
 
 
 def _tables(columns: Sequence[tuple[str, Sequence[str]]], numbers: Sequence[str], *, width: int | None) -> list[Table]:

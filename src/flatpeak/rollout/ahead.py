@@ -157,7 +157,13 @@ def answer_request(sampler: Sampler, request: JSON) -> JSON:
     sampling = SamplingParams(**request["sampling"] | {"stop": tuple(request["sampling"]["stop"])})
     sampler.load(request["state"])
     groups = sampler.generate(prompts, group_size=request["group_size"], sampling=sampling, seed=request["seed"])
-    return {"groups": [[asdict(c) for c in group.completions] for group in groups], "state": dict(sampler.state())}
+    return {"groups": [[_fields(c) for c in group.completions] for group in groups], "state": dict(sampler.state())}
+
+
+def _fields(completion: Completion) -> JSON:
+    """A completion as JSON."""
+    kept = completion.kept and [[int(token) for token in one] for one in completion.kept]
+    return asdict(replace(completion, kept=None)) | {"kept": kept}
 
 
 def decode_groups(groups: Sequence[Sequence[JSON]], prompts: Sequence[Prompt]) -> list[Group]:

@@ -74,10 +74,12 @@ class RolloutConfig(StrictConfig):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """The divisor of the logits, both in sampling and in the log-probabilities of training (ratio, KL and entropy)."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample from the smallest set of tokens whose probabilities add up to this, after `top_k`; 1: from all tokens.
-    Log-probabilities are still over all tokens."""
+    """Sample from the smallest set of tokens whose probabilities add up to this, after `min_p` and `top_k`; 1: from all
+    tokens. Ratios and KL are then over the tokens that could be drawn, except with servers."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Sample from this many of the most probable tokens; 0: from all. Log-probabilities are still over all tokens."""
+    """Sample from this many of the most probable tokens; 0: from all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Sample from the tokens of at least this share of the most probable one's probability; 0: from all."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 256
     """The most tokens of a completion; longer completions are cut off, see `objective.truncated`."""
     min_new_tokens: Annotated[int, Field(ge=0)] = 0
@@ -118,7 +120,7 @@ class RolloutConfig(StrictConfig):
     def _served_sampling(self) -> RolloutConfig:
         """Reject filters with temperatures at which a server's log-probabilities cover only the remaining tokens."""
         if isinstance(self.engine, VLLMConfig) and self.temperature != 1:
-            for name, off in (("top_p", 1.0), ("top_k", 0), ("min_new_tokens", 0)):
+            for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("min_new_tokens", 0)):
                 if getattr(self, name) != off:
                     raise ValueError(
                         f"rollout.{name}={getattr(self, name)} with rollout.engine.type=vllm at "
@@ -134,6 +136,7 @@ class RolloutConfig(StrictConfig):
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            min_p=self.min_p,
             max_new_tokens=self.max_new_tokens,
             min_new_tokens=self.min_new_tokens,
             stop=self.stop,

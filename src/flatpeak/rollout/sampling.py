@@ -6,6 +6,7 @@ Pure functions of tensors; each row's result depends only on that row. Weights a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -27,7 +28,9 @@ class Draw:
     logprobs_R: Tensor
     """float32 [R]: full-vocabulary log-softmax at the temperature, or at 1 if the temperature is 0."""
     filtered_logprobs_R: Tensor | None
-    """float32 [R]: under the filtered, renormalized distribution; None without a filter."""
+    """float32 [R]: under the filtered, renormalized distribution; None without a filter or forbidden tokens."""
+    kept_RV: Tensor | None
+    """bool [R, V]: the tokens of that distribution; likewise."""
 
 
 def draw(
@@ -37,9 +40,10 @@ def draw(
     temperature: float,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     forbidden: Tensor | None = None,
 ) -> Draw:
-    """Sample a token per row from softmax(logits / temperature), after top-k and then top-p; temperature 0 is argmax.
+    """Sample a token per row from softmax(logits / temperature), after min-p, top-k and then top-p; 0 is argmax.
 
     `forbidden` (bool [R, V]) marks tokens that must not be sampled. The stored log-prob includes them, because the
     trainer recomputes it over the full vocabulary, before any filter. Ties go to the lower token id.
@@ -48,17 +52,23 @@ def draw(
     if temperature == 0:
         tokens_R = allowed_RV.argmax(-1)
         logprobs_R = _at(scaled_logprobs(logits_RV, 1.0), tokens_R)
-        return Draw(tokens_R=tokens_R, logprobs_R=logprobs_R, filtered_logprobs_R=None)
+        return Draw(tokens_R=tokens_R, logprobs_R=logprobs_R, filtered_logprobs_R=None, kept_RV=None)
     probs_RV = scaled_probs(allowed_RV, temperature)
-    filtered = top_p < 1 or top_k > 0
-    weights_RV = filter_weights(probs_RV, top_k=top_k, top_p=top_p) if filtered else probs_RV
+    filtered = top_p < 1 or top_k > 0 or min_p > 0
+    weights_RV = filter_weights(probs_RV, top_k=top_k, top_p=top_p, min_p=min_p) if filtered else probs_RV
     tokens_R, totals_R = choose_tokens(weights_RV, uniforms_R)
     if forbidden is None:
         logprobs_R = _at(probs_RV, tokens_R).log()
     else:
         logprobs_R = _at(scaled_logprobs(logits_RV, temperature), tokens_R)
-    filtered_logprobs_R = (_at(weights_RV, tokens_R) / totals_R).log().float() if filtered else None
-    return Draw(tokens_R=tokens_R, logprobs_R=logprobs_R, filtered_logprobs_R=filtered_logprobs_R)
+    if not filtered and forbidden is None:
+        return Draw(tokens_R=tokens_R, logprobs_R=logprobs_R, filtered_logprobs_R=None, kept_RV=None)
+    return Draw(
+        tokens_R=tokens_R,
+        logprobs_R=logprobs_R,
+        filtered_logprobs_R=(_at(weights_RV, tokens_R) / totals_R).log().float(),
+        kept_RV=weights_RV > 0 if filtered else ~cast(Tensor, forbidden),
+    )
 
 
 def scaled_probs(logits_RV: Tensor, temperature: float) -> Tensor:
@@ -71,13 +81,15 @@ def scaled_logprobs(logits_RV: Tensor, temperature: float) -> Tensor:
     return torch.log_softmax(_scaled(logits_RV, temperature), dim=-1)
 
 
-def filter_weights(weights_RV: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """Set weights outside the filters to 0: keep the k largest, and of these the smallest set whose share reaches
-    top_p.
+def filter_weights(weights_RV: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+    """Set weights outside the filters to 0: keep those of at least min_p times the largest (Nguyen et al. 2024), of
+    these the k largest, and of these the smallest set whose share reaches top_p.
 
     The token that crosses top_p is kept (Holtzman et al. 2020); among equal weights, lower token ids come first.
     """
     vocabulary = weights_RV.shape[-1]
+    if min_p > 0:
+        weights_RV = weights_RV.masked_fill(weights_RV < min_p * weights_RV.amax(-1, keepdim=True), 0.0)
     if 0 < top_k < vocabulary:
         counts_R = torch.full((len(weights_RV),), top_k, device=weights_RV.device)
         weights_RV = _keep_largest(weights_RV, counts_R, weights_RV.topk(top_k + 1).values)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flatpeak.errors import DIVERGED, DivergedError, UserError
+from flatpeak.functional.kept_tokens import TokenSet, list_sets
 from flatpeak.protocols import Decoder
 from flatpeak.rollout.cuda_graphs import GraphedStep
 from flatpeak.rollout.randomness import uniforms
@@ -58,6 +59,7 @@ class CompletionBuffer:
         self._tokens_NT = torch.zeros(shape_NT, dtype=torch.int64, device=device)
         self._logprobs_NT = torch.zeros(shape_NT, dtype=torch.float32, device=device)
         self._filtered_NT = torch.zeros_like(self._logprobs_NT) if sampling.filtered else None
+        self._kept: list[list[TokenSet]] = [[] for _ in range(self.count + 1)]  # filled only with a filter
         self.lengths_N = torch.zeros(self.count + 1, dtype=torch.int64, device=device)
         """int64 [N + 1]: the number of tokens so far."""
         self.ended_N = torch.zeros(self.count + 1, dtype=torch.bool, device=device)
@@ -80,7 +82,7 @@ class CompletionBuffer:
     @property
     def plain_draws(self) -> dict[str, Any] | None:
         """The inputs and outputs of sampling, by name; None unless it samples from softmax(logits / temperature)."""
-        if self._sampling.temperature == 0 or self._sampling.filtered or self._sampling.min_new_tokens:
+        if self._sampling.temperature == 0 or self._sampling.filtered:
             return None
         return {
             "keys": self._keys_N,
@@ -99,6 +101,7 @@ class CompletionBuffer:
         for tensor in self.step_state:
             tensor.zero_()
         self._histories = [[] for _ in range(self.count)]
+        self._kept = [[] for _ in range(self.count + 1)]
 
     def draw(self, logits_RV: Tensor, completion_R: Tensor) -> Tensor:
         """Sample and record the next token of these completions (int64 [R], not ended; the dummy may repeat).
@@ -112,6 +115,7 @@ class CompletionBuffer:
             temperature=self._sampling.temperature,
             top_k=self._sampling.top_k,
             top_p=self._sampling.top_p,
+            min_p=self._sampling.min_p,
             forbidden=self._forbidden(logits_RV, drawn_R),
         )
         index_R = completion_R * self.max_new_tokens + drawn_R
@@ -119,6 +123,9 @@ class CompletionBuffer:
         self._logprobs_NT.view(-1).index_copy_(0, index_R, drawn.logprobs_R)
         if self._filtered_NT is not None and drawn.filtered_logprobs_R is not None:
             self._filtered_NT.view(-1).index_copy_(0, index_R, drawn.filtered_logprobs_R)
+        if drawn.kept_RV is not None:
+            for completion, kept in zip(completion_R.tolist(), list_sets(drawn.kept_RV), strict=True):
+                self._kept[completion].append(kept)
         lengths_R = drawn_R + 1
         stopped_R = is_end_of_sequence(drawn.tokens_R, self._eos_K)
         self._stopped_N.index_copy_(0, completion_R, stopped_R)
@@ -171,8 +178,9 @@ class CompletionBuffer:
                 finish_reason="stop" if stopped[k] else "length",
                 text=texts[k],
                 filtered_logprobs=None if filtered is None else tuple(filtered[k]),
+                kept=None if filtered is None else tuple(self._kept[completion][: lengths[k]]),
             )
-            for k in range(len(indices))
+            for k, completion in enumerate(indices)
         ]
 
     def _forbidden(self, logits_RV: Tensor, drawn_R: Tensor) -> Tensor | None:
@@ -293,6 +301,7 @@ def check_request(prompts: Sequence[Prompt], group_size: int, sampling: Sampling
             ("temperature", sampling.temperature, sampling.temperature >= 0, "at least 0 (greedy)"),
             ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1"),
             ("top_k", sampling.top_k, sampling.top_k >= 0, "at least 0 (off)"),
+            ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "from 0 (off) to 1"),
             ("max_new_tokens", sampling.max_new_tokens, sampling.max_new_tokens >= 1, "at least 1"),
             ("min_new_tokens", sampling.min_new_tokens, sampling.min_new_tokens >= 0, "at least 0"),
         )

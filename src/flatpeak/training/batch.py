@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from flatpeak.distributed.ranks import ALONE, Ranks
+from flatpeak.functional.kept_tokens import ALL_BUT, KeptTokens
 from flatpeak.functional.weights import completion_weights
-from flatpeak.training.config import MinibatchOf, Normalization
+from flatpeak.training.config import MinibatchOf
 from flatpeak.training.objective import SamplerStatistics, TokenStatistics
-from flatpeak.types import Batch, Group, PackedCompletions
+from flatpeak.training.objective_config import Normalization
+from flatpeak.types import Batch, Completion, Group, PackedCompletions
 
 Packed = TypeVar("Packed", bound=PackedCompletions)
 Statistics = TypeVar("Statistics", TokenStatistics, SamplerStatistics)
@@ -45,7 +47,13 @@ def collate(groups: Sequence[Group], valid_PG: Tensor, *, device: torch.device) 
         lengths_N=lengths_N,
         tokens_T=_flat([completion.token_ids for _, completion in kept], dtype=torch.int64, device=device),
         sequence_T=torch.arange(len(kept), device=device).repeat_interleave(lengths_N),
-        sampler_logprobs_T=_flat([completion.logprobs for _, completion in kept], dtype=torch.float32, device=device),
+        sampler_logprobs_T=_flat([_logprobs(one) for _, one in kept], dtype=torch.float32, device=device),
+        kept_T=_kept_tokens([one for _, one in kept], device),
+        trained_T=_flat(
+            [completion.trained or (True,) * len(completion.token_ids) for _, completion in kept],
+            dtype=torch.bool,
+            device=device,
+        ),
     )
 
 
@@ -72,33 +80,84 @@ def minibatches(
     completions: PackedCompletions,
     count: int,
     *,
-    advantages_N: Tensor,
+    advantages_T: Tensor,
     old_logprobs_T: Tensor | None,
     of: MinibatchOf = "groups",
     normalization: Normalization,
     max_tokens: int,
     seed: int,
     all_tokens: bool,
+    whole_groups: bool = False,
 ) -> Iterator[Batch]:
     """Cut one epoch into `count` minibatches of whole groups or of completions, in an order drawn from `seed`.
 
-    Fewer where there are fewer of them. The weights of a minibatch are fixed over all its completions; those without
-    signal are then left out, unless `all_tokens` (a KL or entropy term needs every token).
+    Fewer where there are fewer of them. The weights of a minibatch are fixed over all its completions; those without an
+    advantage are then left out, unless `all_tokens` (a KL or entropy term needs every token). With `whole_groups` only
+    those of groups without any advantage are.
     """
-    lengths_N, prompt_N = completions.lengths_N, completions.prompt_N
+    prompt_N = completions.prompt_N
     unit_N = prompt_N if of == "groups" else torch.arange(len(prompt_N), device=prompt_N.device)
     present = torch.unique(unit_N)
     if not len(present):
         return
     order = present[torch.randperm(len(present), generator=torch.Generator().manual_seed(seed)).to(present.device)]
     members = [torch.isin(unit_N, units).nonzero()[:, 0] for units in order.tensor_split(min(count, len(order)))]
-    weights_N = torch.empty(len(lengths_N), device=lengths_N.device)
+    trained_N = trained_lengths(completions)
+    weights_N = torch.empty(len(trained_N), device=trained_N.device)
     for indices in members:
-        weights_N[indices] = completion_weights(lengths_N[indices], normalization, max_tokens=max_tokens)
-    epoch = completions.to_batch(advantages_N=advantages_N, weights_N=weights_N, old_logprobs_T=old_logprobs_T)
-    signal_N = weights_N > 0 if all_tokens else (weights_N > 0) & (advantages_N != 0)
+        weights_N[indices] = completion_weights(trained_N[indices], normalization, max_tokens=max_tokens)
+    epoch = completions.to_batch(advantages_T=advantages_T, weights_N=weights_N, old_logprobs_T=old_logprobs_T)
+    signal_N = torch.ones_like(prompt_N, dtype=torch.bool) if all_tokens else has_advantage(epoch)
+    if whole_groups:
+        signal_N = torch.isin(prompt_N, prompt_N[signal_N])
+    signal_N &= weights_N > 0
     for indices in members:
         yield take(epoch, indices[signal_N[indices]])
+
+
+def per_token(values_N: Tensor, completions: PackedCompletions) -> Tensor:
+    """Each completion's value for each of its tokens, [T] on the completions' device."""
+    return values_N.to(completions.sequence_T.device).index_select(0, completions.sequence_T)
+
+
+def of_first_tokens(values_T: Tensor, completions: PackedCompletions, *, without_N: Tensor) -> Tensor:
+    """The value [N] of each completion's first token; that of `without_N` for a completion without tokens."""
+    lengths_N = completions.lengths_N
+    some_N = lengths_N > 0
+    first_N = lengths_N.cumsum(0) - lengths_N
+    return without_N.to(values_T.device).masked_scatter(some_N, values_T[first_N[some_N]])
+
+
+def trained_lengths(batch: PackedCompletions) -> Tensor:
+    """int64 [N]: the trained tokens of each completion."""
+    if batch.trained_T is None:
+        return batch.lengths_N
+    return torch.zeros_like(batch.lengths_N).index_add(0, batch.sequence_T, batch.trained_T.long())
+
+
+def has_advantage(batch: Batch) -> Tensor:
+    """bool [N]: whether any token of a completion has an advantage."""
+    return torch.zeros_like(batch.lengths_N).index_add(0, batch.sequence_T, (batch.advantages_T != 0).long()) > 0
+
+
+def on_trained_tokens(batch: Packed, *values_T: Tensor) -> tuple[Any, ...]:
+    """(batch, *values_T) without the tokens that were read and are not trained on, which also leave `lengths_N`."""
+    if batch.trained_T is None or bool(batch.trained_T.all()):
+        return batch, *values_T
+    tokens = batch.trained_T.nonzero()[:, 0]
+    values = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name.endswith("_T")}
+    selected: dict[str, Any] = {
+        name: value.index_select(0, tokens) for name, value in values.items() if value is not None
+    }
+    shorter = replace(batch, lengths_N=trained_lengths(batch), **selected)
+    return shorter, *(value_T.index_select(0, tokens) for value_T in values_T)
+
+
+def at_trained_tokens(batch: PackedCompletions, values_T: Tensor) -> Tensor:
+    """Values of the trained tokens at their places among all tokens, 0 elsewhere."""
+    if batch.trained_T is None:
+        return values_T
+    return values_T.new_zeros(len(batch.tokens_T)).masked_scatter(batch.trained_T, values_T)
 
 
 def micro_batches(
@@ -159,6 +218,22 @@ def _padded_cuts(batch: PackedCompletions, token_budget: int) -> list[int]:
             cuts.append(index)
             longest = row
     return cuts
+
+
+def _logprobs(completion: Completion) -> Sequence[float]:
+    """The log-probabilities over the tokens that were drawn from, where these are known."""
+    if completion.kept is None or completion.filtered_logprobs is None:
+        return completion.logprobs
+    return completion.filtered_logprobs
+
+
+def _kept_tokens(completions: Sequence[Completion], device: torch.device) -> KeptTokens | None:
+    """The tokens that each token was drawn from; None where they are not known."""
+    if all(completion.kept is None for completion in completions):
+        return None
+    everything = (ALL_BUT,)
+    sets = [one for completion in completions for one in completion.kept or (everything,) * len(completion.token_ids)]
+    return KeptTokens.of(sets, device=device)
 
 
 def _flat(rows: Sequence[Sequence[float]], *, dtype: torch.dtype, device: torch.device) -> Tensor:

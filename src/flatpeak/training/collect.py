@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
 
 from flatpeak.protocols import Sampler
 from flatpeak.rewards.base import GradingBudget, join_logged
 from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.rollout.randomness import derive_seed
-from flatpeak.training.curriculum import Phase, take_prompts
-from flatpeak.types import Group, Prompt, Score, Scores
+from flatpeak.training.curriculum import Phase, next_prompts, question_of
+from flatpeak.types import Group, Prompt, SamplingParams, Score, Scores
 
 _Drawn = tuple[Group, int, Scores]
 """A group, its index in its round of rollouts, and the scores of that round."""
@@ -43,6 +48,16 @@ class Rollouts:
     measured: Mapping[str, float] = field(default_factory=dict)
     """Metrics that reward and sampler report of themselves: what functions log, a judge's calls and cost, a server's
     weight updates."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """The weights of the reward's components."""
+    greedy: Sequence[Score] = ()
+    """The reward of a greedy completion of each group's prompt, as trained, where the advantages ask for it."""
+    rates: Mapping[str, float] = field(default_factory=dict)
+    """The pass rate of each question that was asked, or the mean reward where nothing says right or wrong."""
+
+    def advantage_inputs(self, names: Collection[str]) -> dict[str, Any]:
+        """The values that an advantage function asks for beside the rewards; see `ADVANTAGE_INPUTS`."""
+        return advantage_inputs(names, self.groups, self.scores, weights=self.weights, greedy=self.greedy)
 
 
 def collect(
@@ -54,28 +69,23 @@ def collect(
     seed: int,
     has_signal: Callable[[Sequence[Group], Scores], Sequence[bool]],
     max_resamples: int,
+    skips: Callable[[Prompt], bool] | None = None,
 ) -> Rollouts:
     """Sample and score `prompts_per_step` groups.
 
     With a resample budget (dynamic sampling, DAPO), groups without signal are replaced by fresh prompts, at most
     `max_resamples` more rounds; what the budget cannot replace stays and counts in the loss's denominators.
     """
-    kept, without_signal = list[_Drawn](), list[_Drawn]()
-    accuracies, scored = list[float](), list[Scores]()
-    drawn, rollout_seconds, reward_seconds = 0, 0.0, 0.0
+    kept, without_signal, scored = list[_Drawn](), list[_Drawn](), list[Scores]()
+    rollout_seconds, reward_seconds = 0.0, 0.0
     before, budget = failures(phase.reward), phase.reward.step_budget()
+    draw = partial(roll_out, sampler, phase.reward, group_size=config.group_size, sampling=config.sampling())
     for round_ in range(max_resamples + 1):
         wanted = config.prompts_per_step - len(kept)
-        prompts = take_prompts(phase.prompts, cursor, wanted)
-        cursor, drawn = cursor + wanted, drawn + wanted
-        started = time.perf_counter()
-        groups, scores, sampled_at = roll_out(
-            sampler, phase.reward, prompts, config, seed=rollout_seed(seed, round_), budget=budget
-        )
+        prompts, cursor = next_prompts(phase.prompts, cursor, wanted, skips=skips)
+        groups, scores, seconds = draw(prompts, seed=rollout_seed(seed, round_), budget=budget)
         scored.append(scores)
-        rollout_seconds += sampled_at - started
-        reward_seconds += time.perf_counter() - sampled_at
-        accuracies.extend(known_scores(scores.parts.get(phase.accuracy or "", ())))
+        rollout_seconds, reward_seconds = rollout_seconds + seconds[0], reward_seconds + seconds[1]
         informative = has_signal(groups, scores) if max_resamples else [True] * len(groups)
         for index, group in enumerate(groups):
             (kept if informative[index] else without_signal).append((group, index, scores))
@@ -87,14 +97,85 @@ def collect(
         groups=[group for group, _, _ in chosen],
         scores=scores,
         cursor=cursor,
-        drawn=drawn,
-        pass_rate=sum(accuracies) / len(accuracies) if accuracies else 0.0,
+        drawn=len(kept) + len(without_signal),
+        pass_rate=_pass_rate(phase, scored),
         rollout_seconds=rollout_seconds,
         reward_seconds=reward_seconds,
         measured={**_logged(scored), **phase.reward.measured(scores), **sampler.measured()},
         timed_out=_timed_out(scored),
-        failed={name: more for name, count in failures(phase.reward).items() if (more := count - before.get(name, 0))},
+        weights=phase.reward.weights,
+        rates=_rates(phase, [*kept, *without_signal]),
+        failed=_failed_since(before, phase.reward),
     )
+
+
+def with_greedy(
+    rollouts: Rollouts,
+    sampler: Sampler,
+    phase: Phase,
+    config: RolloutConfig,
+    *,
+    seed: int,
+    as_trained: Callable[[Sequence[Group], Scores], Sequence[Score]],
+) -> Rollouts:
+    """The rollouts with a greedy completion of each prompt: its reward as trained, its time and its failures."""
+    before = failures(phase.reward)
+    groups, scores, seconds = roll_out(
+        sampler,
+        phase.reward,
+        [group.prompt for group in rollouts.groups],
+        group_size=1,
+        sampling=replace(config.sampling(), temperature=0.0),
+        seed=seed,
+        budget=phase.reward.step_budget(),
+    )
+    return replace(
+        rollouts,
+        greedy=as_trained(groups, scores),
+        rollout_seconds=rollouts.rollout_seconds + seconds[0],
+        reward_seconds=rollouts.reward_seconds + seconds[1],
+        failed=Counter(rollouts.failed) + Counter(_failed_since(before, phase.reward)),
+    )
+
+
+def advantage_inputs(
+    names: Collection[str],
+    groups: Sequence[Group],
+    scores: Scores,
+    *,
+    weights: Mapping[str, float],
+    greedy: Sequence[Score] = (),
+) -> dict[str, Any]:
+    """The values that an advantage function asks for beside the rewards; see `ADVANTAGE_INPUTS`."""
+    inputs: dict[str, Any] = {}
+    completions = [group.completions for group in groups]
+    if "lengths_PG" in names:
+        lengths = [[len(c.token_ids) if c.trained is None else sum(c.trained) for c in row] for row in completions]
+        inputs["lengths_PG"] = torch.tensor(lengths)
+    if "parts" in names:
+        known = {name: [[score or 0.0 for score in row] for row in rows] for name, rows in scores.parts.items()}
+        inputs["parts"] = {name: torch.tensor(rows, dtype=torch.float32) for name, rows in known.items()}
+    if "part_weights" in names:
+        inputs["part_weights"] = dict(weights)
+    if "old_logprobs_PGL" in names:
+        longest = max(len(c.token_ids) for row in completions for c in row)
+        padded = [[[*c.logprobs, *[0.0] * (longest - len(c.logprobs))] for c in row] for row in completions]
+        inputs["old_logprobs_PGL"] = torch.tensor(padded, dtype=torch.float32)
+    if "greedy_P" in names:
+        inputs["greedy_P"] = torch.tensor([float("nan") if score is None else score for score in greedy])
+    return inputs
+
+
+def _pass_rate(phase: Phase, scored: Sequence[Scores]) -> float:
+    """The mean of the phase's accuracy component over all rounds; 0 where nothing says right or wrong."""
+    known = [score for scores in scored for score in known_scores(scores.parts.get(phase.accuracy or "", ()))]
+    return sum(known) / len(known) if known else 0.0
+
+
+def _rates(phase: Phase, drawn: Sequence[_Drawn]) -> dict[str, float]:
+    """The pass rate of each question that has one."""
+    rates = {question_of(group.prompt): pass_rates(phase, scores)[index] for group, index, scores in drawn}
+    return {question: rate for question, rate in rates.items() if not math.isnan(rate)}
 
 
 def rollout_seed(seed: int, round_: int = 0) -> int:
@@ -128,29 +209,43 @@ def failures(reward: RewardSet) -> dict[str, int]:
     return {name: failure.count for name, failure in reward.failures.items()}
 
 
+def _failed_since(before: Mapping[str, int], reward: RewardSet) -> dict[str, int]:
+    """The completions that each component has failed on since then, without components that have none."""
+    return {name: more for name, count in failures(reward).items() if (more := count - before.get(name, 0))}
+
+
 def roll_out(
     sampler: Sampler,
     reward: RewardSet,
     prompts: Sequence[Prompt],
-    config: RolloutConfig,
     *,
+    group_size: int,
+    sampling: SamplingParams,
     seed: int,
     budget: GradingBudget | None,
-) -> tuple[list[Group], Scores, float]:
+) -> tuple[list[Group], Scores, tuple[float, float]]:
     """Sample a group for each prompt and score it: while others are sampled, where sampler and reward can.
 
-    Returns the groups, their scores, and the time at which the last group was sampled.
+    Returns the groups, their scores, and the seconds until the last group was sampled, and after that.
     """
-    grading = reward.grading()
+    started, grading = time.perf_counter(), reward.grading()
     sampled: dict[int, Group] = {}
-    stream = sampler.stream(prompts, group_size=config.group_size, sampling=config.sampling(), seed=seed)
+    stream = sampler.stream(prompts, group_size=group_size, sampling=sampling, seed=seed)
     for index, group in stream:
         sampled[index] = group
         if grading is not None:
             grading.add(index, group)
     sampled_at = time.perf_counter()
     groups = [sampled[index] for index in range(len(prompts))]
-    return groups, reward.finish(groups, grading, budget=budget), sampled_at
+    scores = reward.finish(groups, grading, budget=budget)
+    return groups, scores, (sampled_at - started, time.perf_counter() - sampled_at)
+
+
+def pass_rates(phase: Phase, scores: Scores) -> list[float]:
+    """The pass rate of each group, or its mean reward where nothing says right or wrong; NaN without a score."""
+    rows = scores.parts.get(phase.accuracy or "", scores.total)
+    known = [known_scores([row]) for row in rows]
+    return [sum(row) / len(row) if row else math.nan for row in known]
 
 
 def known_scores(scores: Sequence[Sequence[Score]]) -> list[float]:

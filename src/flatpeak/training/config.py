@@ -1,155 +1,37 @@
-"""Configuration of the objective, the optimizer and the training loop."""
+"""Configuration of the optimizer, the training loop and its stages; that of the objective is beside it."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, FiniteFloat, model_validator
+from pydantic import Field, FiniteFloat, model_validator
 
-from flatpeak.errors import nearest
 from flatpeak.rewards.config import RewardConfig
 from flatpeak.tasks.config import TaskConfig
+from flatpeak.training.objective_config import AdvantageConfig, KLConfig, Normalization, ObjectiveConfig
 from flatpeak.utils.schema import StrictConfig
 
-Normalization = Literal["sequence_mean", "constant", "token_mean", "longest", "sequence_sum"]
+__all__ = [
+    "AdvantageConfig",
+    "CurriculumConfig",
+    "DifficultyConfig",
+    "DynamicSamplingConfig",
+    "KLConfig",
+    "MinibatchOf",
+    "MixtureItemConfig",
+    "Normalization",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "RewardModelConfig",
+    "RewardModelOptimizerConfig",
+    "SFTConfig",
+    "SFTOptimizerConfig",
+    "StopWhenConfig",
+    "TrainingConfig",
+]
+
 MinibatchOf = Literal["groups", "completions"]
-PolicyLossName = Literal["clipped_surrogate", "unclipped_surrogate", "policy_gradient", "truncated_policy_gradient"]
-
-LOSS_SETTINGS: dict[str, tuple[str, ...]] = {
-    "clipped_surrogate": ("ratio", "clip_low", "clip_high", "dual_clip"),
-    "unclipped_surrogate": ("ratio",),
-    "policy_gradient": (),
-    "truncated_policy_gradient": ("ratio", "cap"),
-}
-"""The keys of `objective` that each loss reads; under the others they have no effect, and are refused where written."""
-
-
-def is_reference(name: str) -> bool:
-    """Whether a name is that of a function of the user's, `file.py:name` or `module:name`."""
-    return ":" in name
-
-
-def _known_loss(name: str) -> str:
-    known = get_args(PolicyLossName)
-    if name in known or is_reference(name):
-        return name
-    hint = "".join(f"did you mean {close}? " for close in nearest(name, known))
-    raise ValueError(f"objective.loss={name}: {hint}allowed values are {', '.join(known)}, or a function: file.py:name")
-
-
-def _function(reference: str) -> str:
-    if not is_reference(reference):
-        raise ValueError(f"advantage.function={reference}: write file.py:name or module:name")
-    return reference
-
-
 Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class AdvantageConfig(StrictConfig):
-    """Baseline and scale of the advantages; see functional.group_advantages. Or a function in place of both."""
-
-    baseline: Literal["mean", "leave_one_out", "none"] = "mean"
-    """Subtracted from each reward. mean: the group's mean (GRPO). leave_one_out: the mean of the group's others (RLOO).
-    none: nothing (REINFORCE), which needs scale=none."""
-    scale: Literal["std", "batch_std", "none"] = "std"
-    """The divisor of what is left. std: the group's standard deviation. batch_std: that of all rewards of the step,
-    before the baseline is subtracted. none: 1 (Dr. GRPO)."""
-    eps: Annotated[float, Field(ge=0)] = 1e-6
-    """Added to the standard deviation, against division by almost 0; of no effect with scale=none."""
-    function: Annotated[str, AfterValidator(_function)] | None = None
-    """A function of yours, file.py:name or module:name, in place of baseline, scale and eps: called with the rewards
-    [P, G] and whether each is there (bool [P, G]), it returns the advantages [P, G]. null: baseline, scale and eps."""
-    arguments: dict[str, Any] = Field(default_factory=dict)
-    """Extra keyword arguments of `function`."""
-
-    @model_validator(mode="after")
-    def _no_scale_without_baseline(self) -> AdvantageConfig:
-        if self.baseline == "none" and self.scale != "none":
-            raise ValueError("advantage.baseline=none needs advantage.scale=none: raw rewards are not standardized")
-        return self
-
-
-class SamplerCorrectionConfig(StrictConfig):
-    """Importance weights for a sampler whose probabilities are not the trainer's; see functional.sampler_correction."""
-
-    type: Literal["none", "truncate", "mask"] = "none"
-    """none: no weights. truncate: weights above the cap become the cap. mask: weights above it become 0, so that those
-    tokens, or with level=sequence whole completions, have no policy loss."""
-    level: Literal["token", "sequence"] = "token"
-    """token: a weight for each token. sequence: one per completion, the product over its tokens. The product spreads
-    with the length, so that the cap takes more from long completions: at a noise of 0.01 nats per token (a bfloat16
-    sampler) the mean weight under truncate is 1.00 at 1,000 tokens and 0.70 at 16,000; at 0.03, 0.83 and 0.08."""
-    cap: Annotated[float, Field(ge=1)] = 2.0
-    """The largest weight, which is 1 where sampler and trainer agree."""
-
-    @property
-    def enabled(self) -> bool:
-        """Whether tokens have weights."""
-        return self.type != "none"
-
-
-class ObjectiveConfig(StrictConfig):
-    """The per-token loss and how tokens are weighted."""
-
-    loss: Annotated[str, AfterValidator(_known_loss)] = "clipped_surrogate"
-    """clipped_surrogate (PPO, GRPO); unclipped_surrogate, the same without a clip; policy_gradient, -A log p without a
-    ratio (REINFORCE); truncated_policy_gradient (CISPO); or a function of yours, file.py:name or module:name, called
-    with log-probabilities, ratios and advantages of T tokens and this section."""
-    arguments: dict[str, Any] = Field(default_factory=dict)
-    """Extra keyword arguments of a `loss` of yours."""
-    ratio: Literal["token", "sequence"] = "token"
-    """token: an importance ratio for each token. sequence: one per completion, the exponential of its mean log-ratio
-    (GSPO)."""
-    normalization: Normalization = "sequence_mean"
-    """A completion's weight, for the N completions of a minibatch and their lengths len: sequence_mean 1 / (N * len),
-    GRPO; constant 1 / (N * max_new_tokens), Dr. GRPO; token_mean 1 / sum(len), DAPO; longest 1 / (N * max(len));
-    sequence_sum 1 / N, LUSPO."""
-    clip_low: Annotated[float, Field(ge=0)] = 0.2
-    """With clipped_surrogate: the ratio is clipped at 1 - clip_low from below."""
-    clip_high: Annotated[float, Field(ge=0)] = 0.2
-    """With clipped_surrogate: the ratio is clipped at 1 + clip_high from above."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """With clipped_surrogate: bound of the loss under a negative advantage A, at most -dual_clip * A (Ye et al. 2020; 3
-    is usual). null: none."""
-    cap: Annotated[float, Field(gt=0)] = 5.0
-    """With truncated_policy_gradient (CISPO): the upper bound of the ratio itself, not a distance from 1."""
-    entropy_coefficient: float = 0.0
-    """Adds -coefficient * entropy per token to the loss."""
-    truncated: Literal["keep", "mask", "zero_reward", "soft_penalty"] = "keep"
-    """Completions cut at max_new_tokens. keep: they count like all others. mask: they are out of the loss and its
-    denominators, and still in the group's baseline. zero_reward: their reward is 0. soft_penalty: DAPO's soft overlong
-    punishment is subtracted from the reward of every completion that reaches into the last `overlong_buffer` tokens,
-    cut or not."""
-    overlong_buffer: Annotated[int, Field(ge=1)] = 32
-    """With soft_penalty: the number of tokens before max_new_tokens over which the penalty rises from 0 to 1."""
-    sampler_correction: SamplerCorrectionConfig = SamplerCorrectionConfig()
-    """Weights of the policy loss where another policy samples than is trained: another engine, dtype or version."""
-
-
-class KLConfig(StrictConfig):
-    """The penalty for leaving the reference."""
-
-    coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """The weight of the KL; 0: no penalty, and no reference is kept unless `reference` asks for one."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """The KL of each token, with d = log reference - log policy. k1: -d, unbiased, of either sign. k2: d^2 / 2, biased,
-    but as a loss its expected gradient is that of the KL. k3: exp(d) - d - 1, unbiased and never negative."""
-    placement: Literal["loss", "reward"] = "loss"
-    """loss: `coefficient` times the KL of each token is added to its loss. reward: `coefficient` times a completion's
-    KL, summed over its tokens, is subtracted from its reward."""
-    ratio_weighted: bool = False
-    """Multiply the per-token KL in the loss by the importance ratio (TRL's default), so that the expected gradient of
-    k1 and k3 is that of the KL; that of k2 is so without it."""
-
-    @model_validator(mode="after")
-    def _k1_has_no_gradient(self) -> KLConfig:
-        if self.coefficient > 0 and self.estimator == "k1" and self.placement == "loss" and not self.ratio_weighted:
-            raise ValueError(
-                "kl.estimator=k1 in the loss has zero expected gradient on-policy: use k3 or k2, "
-                "kl.placement=reward, or kl.ratio_weighted=true"
-            )
-        return self
 
 
 class OptimizerConfig(StrictConfig):
@@ -191,6 +73,20 @@ class DynamicSamplingConfig(StrictConfig):
 
     max_resamples: Annotated[int, Field(ge=0)] = 0
     """The most further rounds of rollouts that a step may draw; 0 is off. Groups that are not replaced by then stay."""
+    pass_rate: tuple[float, float] | None = None
+    """Also replace groups whose pass rate, or mean reward where nothing says right or wrong, is outside of this band.
+    null: no band."""
+    min_std: Annotated[float, Field(ge=0)] = 0.0
+    """Also replace groups whose rewards have a smaller standard deviation than this; for rewards of any size."""
+
+
+class DifficultyConfig(StrictConfig):
+    """Questions that were too easy or too hard the last time are passed over, but for some of them."""
+
+    pass_rate: tuple[float, float] = (0.1, 0.9)
+    """The band of pass rates, or mean rewards where nothing says right or wrong, of questions that are asked again."""
+    keep: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """The share of the other questions that is asked all the same, to see whether they have changed."""
 
 
 class StopWhenConfig(StrictConfig):
@@ -254,6 +150,8 @@ class TrainingConfig(StrictConfig):
     """An update whose gradient is NaN or infinite is skipped; after this many in a row a run (SFT and reward models
     included) ends as failed."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    difficulty: DifficultyConfig | None = None
+    """Choose questions by their last pass rates; null: every question once in each pass over the data."""
     stop_at: Annotated[float, Field(gt=0, le=1)] | None = None
     """Stop once `evaluation.metric` reaches this in an evaluation; null: do not."""
     stop_when: StopWhenConfig | None = None

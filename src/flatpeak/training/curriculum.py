@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Generic, TypeVar
 
@@ -12,6 +12,7 @@ import torch
 
 from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rollout.randomness import derive_seed
+from flatpeak.training.config import DifficultyConfig
 from flatpeak.types import Prompt
 
 Item = TypeVar("Item")
@@ -77,6 +78,29 @@ def take_prompts(stream: Stream[Prompt], cursor: int, count: int) -> list[Prompt
     ]
 
 
+def next_prompts(
+    stream: Stream[Prompt], cursor: int, count: int, *, skips: Callable[[Prompt], bool] | None
+) -> tuple[list[Prompt], int]:
+    """`count` prompts from `cursor` on without those that `skips` says, and the position after them.
+
+    No more than the data has are passed over.
+    """
+    if skips is None:
+        return take_prompts(stream, cursor, count), cursor + count
+    prompts, last = list[Prompt](), cursor + len(stream.items)
+    while len(prompts) < count:
+        (prompt,) = take_prompts(stream, cursor, 1)
+        cursor += 1
+        if cursor > last or not skips(prompt):
+            prompts.append(prompt)
+    return prompts, cursor
+
+
+def question_of(prompt: Prompt) -> str:
+    """The name of a question, the same in every pass over the data and unique in a mixture."""
+    return f"{prompt.example.task}/{prompt.example.id}" if prompt.example.task else prompt.example.id
+
+
 @dataclass(frozen=True, kw_only=True)
 class Phase:
     """One task of a curriculum."""
@@ -105,11 +129,30 @@ class Progression:
     phase: int = 0
     phase_steps: int = 0
     cursors: list[int]
+    rates: dict[str, float] = field(default_factory=dict)
+    """The last pass rate of each question that was asked, where questions are chosen by it."""
 
     @classmethod
     def start(cls, phases: Sequence[Phase]) -> Progression:
         """The beginning of every phase."""
         return cls(cursors=[0] * len(phases))
+
+    def skips(self, rule: DifficultyConfig | None, *, seed: int) -> Callable[[Prompt], bool] | None:
+        """Whether to pass over a prompt, by the last pass rate of its question; None without a rule.
+
+        A function of the prompt, the seed and `rates`, which a checkpoint holds.
+        """
+        if rule is None:
+            return None
+        low, high = rule.pass_rate
+
+        def skipped(prompt: Prompt) -> bool:
+            rate = self.rates.get(question_of(prompt))
+            if rate is None or low <= rate <= high:
+                return False
+            return derive_seed(seed, "difficulty", prompt.id) / 2**63 >= rule.keep
+
+        return skipped
 
     def step_done(self, phases: Sequence[Phase], *, pass_rate: float) -> None:
         """Count the step, and move on where the phase is over."""

@@ -18,7 +18,14 @@ from flatpeak.gradreg.shards import full_tensor
 from flatpeak.policy.model import Policy
 from flatpeak.policy.model_settings import marked_layers
 from flatpeak.protocols import SavesModel
-from flatpeak.training.batch import UNDIVIDED, DataParallel, count_micro_batches, micro_batches
+from flatpeak.training.batch import (
+    UNDIVIDED,
+    DataParallel,
+    at_trained_tokens,
+    count_micro_batches,
+    micro_batches,
+    on_trained_tokens,
+)
 from flatpeak.training.config import OptimizerConfig
 from flatpeak.training.objective import Objective, TokenStatistics, with_old_logprobs
 from flatpeak.training.optimizer import BaseLearner, UpdateStatistics
@@ -128,6 +135,34 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
             statistics.loss += float(loss.detach())
             statistics.tokens.append(tokens)
 
+    def update(self, *batches: Batch, rate: float) -> PolicyStatistics:
+        """Step the optimizer once, with the gradient of all the batches of a minibatch together."""
+        return super().update(*self.weighted(*batches), rate=rate)
+
+    def weighted(self, *batches: Batch) -> tuple[Batch, ...]:
+        """The batches of a minibatch with the weights of their tokens, where the objective has some.
+
+        One more pass measures all of them as the minibatch begins, on all ranks together: no cut into micro-batches and
+        no division among ranks changes the weights.
+        """
+        if not self.objective.weighs_minibatches:
+            return batches
+        scored = [on_trained_tokens(batch, *self.measure(self.policy, batch)) for batch in batches]
+        weights = self.objective.minibatch_weights(
+            scored, seed=lambda: self.parallel.ranks.first(lambda: int(torch.randint(2**62, ())))
+        )
+        counts, penalty_T = [len(logprobs_T) for _, logprobs_T, _ in scored], weights.penalty_T
+        policy = weights.policy_T.split(counts)
+        penalties = [None] * len(counts) if penalty_T is None else penalty_T.split(counts)
+        return tuple(
+            replace(
+                batch,
+                policy_weights_T=at_trained_tokens(batch, policy_T),
+                penalty_weights_T=None if penalty is None else at_trained_tokens(batch, penalty),
+            )
+            for batch, policy_T, penalty in zip(batches, policy, penalties, strict=True)
+        )
+
     def check(self, statistics: PolicyStatistics) -> None:
         """Raise RunError where a correction is asked of a sampler that is another model altogether."""
         if not self.objective.corrects_sampler:
@@ -162,7 +197,7 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
         )
 
     def forward(self, batch: Batch) -> Iterator[tuple[Batch, Tensor, Tensor]]:
-        """Each micro-batch with the policy's log-probabilities and entropies, the same way in every pass of an update.
+        """Each micro-batch's trained tokens with the policy's log-probabilities and entropies, alike in every pass.
 
         Gradients are averaged over the ranks after the last one's backward pass. The plain model, which exact curvature
         goes through, pads.
@@ -171,7 +206,7 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
         padded = pads(self.policy, exact)
         for micro_batch in micro_batches(batch, self.micro_batch_tokens, padded=padded, parallel=self.parallel):
             self.before_pass()
-            yield (
+            yield on_trained_tokens(
                 micro_batch,
                 *self.policy.token_logprobs(micro_batch, temperature=self.temperature, twice_differentiable=exact),
             )
@@ -179,11 +214,15 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
 
     def score(self, model: Policy, batch: PackedCompletions) -> Tensor:
         """The log-probabilities [T] that an update's passes over this batch would compute with `model`, bit for bit."""
+        return self.measure(model, batch)[0]
+
+    def measure(self, model: Policy, batch: PackedCompletions) -> tuple[Tensor, Tensor]:
+        """The log-probabilities [T] of `score` and the entropies [T]."""
         phase = "update" if model is self.policy else "reference"
         padded = pads(model, self.twice_differentiable)
         for attempt in self.bound.attempts(lambda tokens: count_micro_batches(batch, tokens, padded=padded)):
             with attempt, self.memory.phase(phase), self.checked_layers():
-                logprobs_T = score(
+                measured = measure(
                     model,
                     batch,
                     temperature=self.temperature,
@@ -192,7 +231,7 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
                     parallel=self.parallel,
                     before_pass=self.before_pass,
                 )
-        return logprobs_T
+        return measured
 
 
 def token_budget(wanted: int | None, device: torch.device) -> int:
@@ -218,7 +257,12 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def score(
+def score(policy: Policy, batch: PackedCompletions, **settings: Any) -> Tensor:
+    """The log-probabilities of `measure`."""
+    return measure(policy, batch, **settings)[0]
+
+
+def measure(
     policy: Policy,
     batch: PackedCompletions,
     *,
@@ -227,19 +271,20 @@ def score(
     twice_differentiable: bool = False,
     parallel: DataParallel = UNDIVIDED,
     before_pass: Callable[[], None] = lambda: None,
-) -> Tensor:
-    """A model's log-probabilities of a whole batch, float32 [T], one micro-batch at a time and detached."""
-    scores, padded = [], pads(policy, twice_differentiable)
+) -> tuple[Tensor, Tensor]:
+    """A model's log-probabilities and entropies of a batch, float32 [T], one micro-batch at a time and detached."""
+    scores, padded = list[tuple[Tensor, Tensor]](), pads(policy, twice_differentiable)
     with policy.on_device():
         for micro_batch in micro_batches(batch, micro_batch_tokens, padded=padded, parallel=parallel):
             before_pass()
             with policy.scoring():
-                logprobs_T, _ = policy.token_logprobs(
+                logprobs_T, entropy_T = policy.token_logprobs(
                     micro_batch, temperature=temperature, twice_differentiable=twice_differentiable
                 )
-            scores.append(logprobs_T.detach())
-    own_T = torch.cat(scores) if scores else torch.zeros(0, device=batch.tokens_T.device)
-    return parallel.in_order(batch, own_T)
+            scores.append((logprobs_T.detach(), entropy_T.detach()))
+    none = torch.zeros(0, device=batch.tokens_T.device)
+    logprobs, entropies = zip(*scores, strict=True) if scores else ((none,), (none,))
+    return parallel.in_order(batch, torch.cat(logprobs)), parallel.in_order(batch, torch.cat(entropies))
 
 
 def uses_trainer_logprobs(learner: Learner) -> bool:

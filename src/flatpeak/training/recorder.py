@@ -38,13 +38,15 @@ from flatpeak.runs.signals import StopSignals
 from flatpeak.runs.summary import EvaluationStage, RunSummary, Status, write_summary
 from flatpeak.tracking.trackers import Trackers
 from flatpeak.training.collect import Rollouts
-from flatpeak.training.diagnostics import (
+from flatpeak.training.history import (
+    CompletedStep,
+    History,
     LogprobGapMonitor,
     MissingRewardMonitor,
     SkippedUpdateMonitor,
+    Stage,
     ZeroAdvantageMonitor,
 )
-from flatpeak.training.history import CompletedStep, History, Stage
 from flatpeak.training.optimizer import check_finite
 from flatpeak.utils.out_of_memory import Halvings
 
@@ -395,6 +397,5 @@ class Recorder:
         self.metrics.close()
 
     def _count_time(self) -> None:
-        now = time.perf_counter()
-        self.history.seconds += now - self._since
-        self._since = now
+        before, self._since = self._since, time.perf_counter()
+        self.history.seconds += self._since - before

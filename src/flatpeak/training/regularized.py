@@ -107,8 +107,11 @@ class RegularizedLearner(Learner):
         perturbed = set(self.regularizer.parameters)
         self.outside = [p for p in self.regularizer.trainable if p not in perturbed]
         self.twice_differentiable = config.difference == "exact"
-        self.penalized = objective if config.kl_in_penalty else objective.without_regularizers()
+
+    @property
+    def penalized(self) -> Objective:
         """The loss whose gradient is penalized."""
+        return self.objective if self.regularizer.config.kl_in_penalty else self.objective.without_regularizers()
 
     def divide(self, minibatch: Batch) -> tuple[Batch, ...]:
         """The groups with a penalty and, where `gradient_regularization.group_fraction` leaves any, the others."""
@@ -127,7 +130,7 @@ class RegularizedLearner(Learner):
             again=lambda: self.second_pass(chosen, recorded),
             rest=None if rest is None else lambda: self.first_pass(rest, statistics, []),
             scale=scale,
-            informative=bool(chosen.advantages_N.any()),
+            informative=bool(chosen.advantages_T.any()),
         )
         if self.penalized is not self.objective:
             for batch in (chosen, *others):

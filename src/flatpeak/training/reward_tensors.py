@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flatpeak.errors import UserError
+from flatpeak.functional.advantage_functions import limit_spreads, whiten
 from flatpeak.functional.advantages import group_advantages
-from flatpeak.training.config import AdvantageConfig, ObjectiveConfig
+from flatpeak.training.batch import on_trained_tokens, per_token
 from flatpeak.training.objective import KL_ESTIMATORS
+from flatpeak.training.objective_config import AdvantageConfig, KLConfig, ObjectiveConfig
 from flatpeak.types import Group, PackedCompletions, Scores
 
-AdvantageFunction = Callable[[Tensor, Tensor], Tensor]
-"""(rewards_PG, valid_PG) -> advantages_PG."""
+OwnAdvantages = Callable[..., Tensor]
+"""(rewards_PG, valid_PG, and by name what it asks for) -> advantages_PG."""
 LARGEST_REWARD = 1e12
 """Bound of a total reward's size: the squares of larger ones overflow float32 when a group is standardized."""
 
@@ -78,16 +82,42 @@ def informative(rewards_PG: Tensor, valid_PG: Tensor) -> Tensor:
     return (valid_PG.sum(dim=1) >= 2) & (highest != lowest)
 
 
-def kl_penalty_N(completions: PackedCompletions, logprobs_T: Tensor, *, estimator: str, coefficient: float) -> Tensor:
+def deviations(rewards_PG: Tensor, valid_PG: Tensor) -> Tensor:
+    """float32 [P]: the standard deviation of each group's valid rewards, unbiased; 0 for fewer than two."""
+    count_P1 = valid_PG.sum(-1, keepdim=True)
+    mean_P1 = (rewards_PG * valid_PG).sum(-1, keepdim=True) / count_P1.clamp(min=1)
+    squares_P = ((rewards_PG - mean_P1) * valid_PG).square().sum(-1)
+    return (squares_P / (count_P1[:, 0] - 1).clamp(min=1)).sqrt()
+
+
+def kl_to_go_T(completions: PackedCompletions, logprobs_T: Tensor, kl: KLConfig) -> Tensor:
+    """coefficient * sum_{s >= t} discount^(s - t) KL_s(policy, reference) of each token, float32 [T].
+
+    The sum is over trained tokens. REINFORCE++, Hu et al. 2025, arXiv 2501.03262. logprobs_T are the policy's, scored
+    as the reference's were.
+    """
+    assert completions.reference_logprobs_T is not None
+    kl_T = KL_ESTIMATORS[kl.estimator](logprobs_T, completions.reference_logprobs_T).float()
+    if completions.trained_T is not None:
+        kl_T = kl_T.masked_fill(~completions.trained_T, 0.0)
+    to_go: list[float] = []
+    for kl_L in kl_T.split(completions.lengths_N.tolist()):
+        backwards = accumulate(reversed(kl_L.tolist()), lambda later, own: own + kl.discount * later)
+        to_go += reversed(list(backwards))
+    return kl.coefficient * torch.tensor(to_go, dtype=torch.float32, device=kl_T.device)
+
+
+def kl_penalty_N(completions: PackedCompletions, logprobs_T: Tensor, kl: KLConfig) -> Tensor:
     """coefficient * sum_t KL_t(policy, reference) of each completion, float32 [N]: what a KL in the reward costs.
 
     logprobs_T are the policy's, scored as the reference's were: in other cuts they would differ by rounding, which a
     division by the group's standard deviation makes large where rewards are equal.
     """
+    completions, logprobs_T = on_trained_tokens(completions, logprobs_T)
     assert completions.reference_logprobs_T is not None
-    kl_T = KL_ESTIMATORS[estimator](logprobs_T, completions.reference_logprobs_T).float()
+    kl_T = KL_ESTIMATORS[kl.estimator](logprobs_T, completions.reference_logprobs_T).float()
     zeros_N = torch.zeros(len(completions.lengths_N), device=kl_T.device)
-    return coefficient * zeros_N.index_add(0, completions.sequence_T, kl_T)
+    return kl.coefficient * zeros_N.index_add(0, completions.sequence_T, kl_T)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,21 +125,42 @@ class Advantages:
     """The function from a step's rewards to its advantages."""
 
     config: AdvantageConfig
-    own: AdvantageFunction | None = None
-    """The user's function in place of baseline and scale; see `user_functions`."""
+    own: OwnAdvantages | None = None
+    """The function in place of baseline and scale; see `user_functions`."""
+    asks: frozenset[str] = frozenset()
+    """The names of `ADVANTAGE_INPUTS` that this function asks for."""
+    compares: bool = True
+    """Whether that function compares the completions of a group, where there are several."""
 
-    def __call__(self, rewards_PG: Tensor, valid_PG: Tensor) -> Tensor:
+    def __call__(self, rewards_PG: Tensor, valid_PG: Tensor, **inputs: Any) -> Tensor:
         """Advantages [P, G], 0 where `valid_PG` is False; UserError for what a function of the user's returns."""
         config = self.config
         if self.own is not None:
-            return self.own(rewards_PG, valid_PG)
-        return group_advantages(
-            rewards_PG, baseline=config.baseline, scale=config.scale, eps=config.eps, valid_PG=valid_PG
-        )
+            advantages_PG = self.own(rewards_PG, valid_PG, **inputs)
+        else:
+            advantages_PG = group_advantages(
+                rewards_PG, baseline=config.baseline, scale=config.scale, eps=config.eps, valid_PG=valid_PG
+            )
+        if config.limit_spreads is None:
+            return advantages_PG
+        return limit_spreads(advantages_PG, valid_PG, config.limit_spreads)
+
+    def per_token(self, advantages_N: Tensor, completions: PackedCompletions, penalties_T: Tensor | None) -> Tensor:
+        """Advantages [T] of completions, less each token's penalty, whitened and limited."""
+        config, trained_T = self.config, completions.trained_T
+        if config.whiten == "completions":
+            advantages_N = whiten(advantages_N, torch.ones_like(advantages_N, dtype=torch.bool), eps=config.eps)
+        advantages_T = per_token(advantages_N, completions)
+        if penalties_T is not None:
+            advantages_T = advantages_T - penalties_T
+        if config.whiten == "tokens":
+            everything_T = torch.ones_like(advantages_T, dtype=torch.bool)
+            advantages_T = whiten(advantages_T, everything_T if trained_T is None else trained_T, eps=config.eps)
+        return advantages_T if config.limit is None else advantages_T.clamp(-config.limit, config.limit)
 
     def compare_groups(self, group_size: int) -> bool:
         """Whether a group with fewer than two rewards is missing, and one of equal rewards teaches nothing.
 
         A function of the user's is taken to compare the completions of a group wherever there are several.
         """
-        return group_size > 1 if self.own is not None else self.config.baseline != "none"
+        return group_size > 1 and self.compares if self.own is not None else self.config.baseline != "none"

@@ -12,10 +12,11 @@ from flatpeak.evaluation.evaluate import Evaluator
 from flatpeak.functional.weights import completion_weights
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Sampler
-from flatpeak.training.config import KLConfig, ObjectiveConfig, SFTConfig
+from flatpeak.training.config import SFTConfig
 from flatpeak.training.curriculum import Stream
 from flatpeak.training.learner import Learner
 from flatpeak.training.objective import Objective
+from flatpeak.training.objective_config import KLConfig, ObjectiveConfig
 from flatpeak.training.optimizer import learning_rate
 from flatpeak.training.recorder import SAMPLER_STATE, Recorder
 from flatpeak.training.stage import StageTrainer
@@ -167,7 +168,7 @@ def demonstration_batch(
         lengths_N=lengths_N,
         tokens_T=tokens_T,
         sequence_T=torch.arange(len(drawn), device=device).repeat_interleave(lengths_N),
-        advantages_N=torch.ones(len(drawn), device=device),
+        advantages_T=torch.ones(len(tokens_T), device=device),
         weights_N=completion_weights(lengths_N, config.normalization, max_tokens=longest),
         old_logprobs_T=None,
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from flatpeak.errors import nearest
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.training.config import StopWhenConfig
-from flatpeak.training.diagnostics import SkippedUpdateMonitor
+from flatpeak.training.history import SkippedUpdateMonitor
 from flatpeak.training.learner import seeded
 from flatpeak.training.optimizer import BaseLearner
 from flatpeak.training.recorder import Recorder

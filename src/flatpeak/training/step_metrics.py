@@ -6,7 +6,10 @@ import math
 import time
 from collections.abc import Sequence
 
-from flatpeak.functional import kl_k3
+import torch
+
+from flatpeak.functional import effective_sample_size, kl_k3
+from flatpeak.training.batch import on_trained_tokens
 from flatpeak.training.collect import Rollouts, known_scores
 from flatpeak.training.learner import PolicyStatistics
 from flatpeak.training.reward_tensors import RewardTensors, informative
@@ -91,6 +94,8 @@ def policy_metrics(updates: Sequence[PolicyStatistics]) -> dict[str, float]:
         metrics["policy/ratio_mean"] = sum(float(s.ratio) for s in tokens) / count
         metrics["policy/ratio_max_gap"] = max(float(s.max_ratio_gap) for s in tokens)
         metrics["policy/clip_fraction"] = sum(float(s.clipped) for s in tokens) / count
+        if all(s.weight is not None for s in tokens):
+            metrics["policy/token_weight"] = sum(float(s.weight) for s in tokens if s.weight is not None) / count
         if all(s.kl is not None for s in tokens):
             metrics["policy/kl_reference"] = sum(float(s.kl) for s in tokens if s.kl is not None) / count
     return metrics
@@ -116,6 +121,12 @@ def sampler_gap_metrics(updates: Sequence[PolicyStatistics]) -> dict[str, float]
     if weights:
         metrics["rollout/correction_mean"] = sum(weight for weight, _ in weights) / count
         metrics["rollout/correction_capped"] = sum(capped for _, capped in weights) / count
+        squares = sum(float(s.squares) for s in sampler if s.squares is not None)
+        total = sum(weight for weight, _ in weights)
+        metrics["rollout/correction_effective_share"] = effective_sample_size(total, squares, count)
+        depths = sum((s.by_depth.cpu() for s in sampler if s.by_depth is not None), torch.zeros(2, 4))
+        for quarter, (tokens, gaps) in enumerate(depths.T.tolist(), start=1):
+            metrics[f"rollout/logprob_gap_quarter_{quarter}"] = gaps / tokens if tokens else float("nan")
     return metrics
 
 
@@ -131,6 +142,7 @@ def kl_metrics(completions: PackedCompletions) -> dict[str, float]:
     kl_reference is the mean over tokens of k3, kl_sequence the mean over completions of sum_t log p - log p_ref, both
     unbiased (Schulman 2020, http://joschu.net/blog/kl-approx.html). Whatever the loss leaves out takes part.
     """
+    (completions,) = on_trained_tokens(completions)
     sampled_T, reference_T = completions.sampler_logprobs_T, completions.reference_logprobs_T
     if sampled_T is None or reference_T is None or not len(sampled_T):
         return {}

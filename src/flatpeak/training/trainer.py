@@ -18,18 +18,26 @@ from flatpeak.policy.reference import ReferenceResets
 from flatpeak.protocols import Sampler
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.rollout.randomness import derive_seed
-from flatpeak.training.batch import collate, minibatches, take
-from flatpeak.training.collect import Rollouts, collect, rollout_seed
+from flatpeak.training.batch import collate, minibatches, of_first_tokens, per_token, take
+from flatpeak.training.collect import Rollouts, advantage_inputs, collect, pass_rates, rollout_seed, with_greedy
 from flatpeak.training.config import TrainingConfig
 from flatpeak.training.curriculum import Phase, Progression, take_prompts
-from flatpeak.training.diagnostics import SequenceWeightMonitor
+from flatpeak.training.history import SequenceWeightMonitor
 from flatpeak.training.learner import Learner, PolicyStatistics, score_minibatches, uses_trainer_logprobs
 from flatpeak.training.optimizer import learning_rate, split_prefix, with_prefix
 from flatpeak.training.recorder import SAMPLER_STATE, Recorder
-from flatpeak.training.reward_tensors import Advantages, RewardTensors, informative, kl_penalty_N, reward_tensors
+from flatpeak.training.reward_tensors import (
+    Advantages,
+    RewardTensors,
+    deviations,
+    informative,
+    kl_penalty_N,
+    kl_to_go_T,
+    reward_tensors,
+)
 from flatpeak.training.stage import StageTrainer
 from flatpeak.training.step_metrics import Clock, kl_metrics, staleness_metrics, step_metrics
-from flatpeak.types import Batch, Group, PackedCompletions, Scores
+from flatpeak.types import Batch, Group, PackedCompletions, Score, Scores
 
 REFERENCE = "reference."
 """Prefix of the reference's tensors in a checkpoint."""
@@ -103,10 +111,11 @@ class Trainer(StageTrainer):
         rollouts = self.collect(step)
         rewards = self.reward_tensors(rollouts.groups, rollouts.scores)
         completions = self.pack(rollouts.groups, rewards)
-        advantages_PG = self.advantages(rewards, completions)
+        inputs = rollouts.advantage_inputs(self.group_advantages.asks)
+        advantages_PG, advantages_T = self.advantages(rewards, completions, **inputs)
 
         rate = learning_rate(self.learner.config, step=step, total_steps=self.steps)
-        minibatches = self.minibatches(step, completions, rewards, advantages_PG)
+        minibatches = self.minibatches(step, completions, rewards, advantages_T)
         with self.learner.memory.phase("update"), self.next_rollouts(step + 1):
             updates = [self.learner.update(*batches, rate=rate) for batches in minibatches]
 
@@ -129,8 +138,14 @@ class Trainer(StageTrainer):
                 has_signal=self.has_signal,
                 # Without a baseline a group of equal rewards has a gradient like any other.
                 max_resamples=resamples if self.group_advantages.compare_groups(rollout.group_size) else 0,
+                skips=progression.skips(self.config.training.difficulty, seed=self.seed),
             )
+            if "greedy_P" in self.group_advantages.asks:
+                phase, seed = self.phases[progression.phase], self.step_seed(step)
+                rollouts = with_greedy(rollouts, self.sampler, phase, rollout, seed=seed, as_trained=self.rewards_alone)
         progression.cursors[progression.phase] = rollouts.cursor
+        if self.config.training.difficulty is not None:
+            progression.rates |= rollouts.rates
         return rollouts
 
     def next_rollouts(self, step: int) -> AbstractContextManager[None]:
@@ -152,10 +167,27 @@ class Trainer(StageTrainer):
         return derive_seed(self.seed, "step", step)
 
     def has_signal(self, groups: Sequence[Group], scores: Scores) -> list[bool]:
-        """Whether each group has a policy gradient, by the rewards as trained, before a KL penalty in them."""
-        rewards = self.reward_tensors(groups, scores)
-        signal_P = informative(rewards.rewards_PG, rewards.valid_PG) & rewards.trained_PG.any(dim=1)
-        return [bool(signal) for signal in signal_P]
+        """Whether each group has a policy gradient, by the rewards as trained, before a KL penalty in them.
+
+        Advantages by the reward's components, as GDPO's, may differ where the totals are equal.
+        """
+        rewards, asks = self.reward_tensors(groups, scores), self.group_advantages.asks
+        rule, phase = self.config.training.dynamic_sampling, self.phases[self.progression.phase]
+        signal_P = informative(rewards.rewards_PG, rewards.valid_PG)
+        if "parts" in asks:
+            inputs = advantage_inputs(asks, groups, scores, weights=phase.reward.weights, greedy=[None] * len(groups))
+            signal_P = self.group_advantages(rewards.rewards_PG, rewards.valid_PG, **inputs).any(dim=1)
+        signal_P &= deviations(rewards.rewards_PG, rewards.valid_PG) >= rule.min_std
+        if rule.pass_rate is not None:
+            rates_P = torch.tensor(pass_rates(phase, scores))
+            signal_P &= (rates_P >= rule.pass_rate[0]) & (rates_P <= rule.pass_rate[1])
+        return [bool(signal) for signal in signal_P & rewards.trained_PG.any(dim=1)]
+
+    def rewards_alone(self, groups: Sequence[Group], scores: Scores) -> list[Score]:
+        """The rewards as trained of groups of one completion each."""
+        rewards = self.reward_tensors(groups, scores, group_baseline=False)
+        known = zip(rewards.rewards_PG[:, 0].tolist(), rewards.valid_PG[:, 0].tolist(), strict=True)
+        return [reward if valid else None for reward, valid in known]
 
     def pack(self, groups: Sequence[Group], rewards: RewardTensors) -> PackedCompletions:
         """The completions with a reward, scored once by the reference, if one is kept: it serves every epoch.
@@ -168,17 +200,27 @@ class Trainer(StageTrainer):
             return completions
         return replace(completions, reference_logprobs_T=self.learner.score(self.reference, completions))
 
-    def advantages(self, rewards: RewardTensors, completions: PackedCompletions) -> Tensor:
-        """Advantages [P, G] of the rewards, less the KL penalty where that is placed in the reward."""
-        rewards_PG, kl = rewards.rewards_PG, self.learner.objective.kl
+    def advantages(
+        self, rewards: RewardTensors, completions: PackedCompletions, **inputs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Advantages of completions [P, G] and of their tokens [T], less the KL penalty where that is placed there."""
+        rewards_PG, valid_PG, penalties_T = rewards.rewards_PG, rewards.valid_PG, None
+        kl, function = self.learner.objective.kl, self.group_advantages
         if self.learner.objective.kl_in_reward:
             logprobs_T = self.learner.score(self.learner.policy, completions)
-            penalty_N = kl_penalty_N(completions, logprobs_T, estimator=kl.estimator, coefficient=kl.coefficient).cpu()
-            rewards_PG = rewards_PG.masked_scatter(rewards.valid_PG, rewards_PG[rewards.valid_PG] - penalty_N)
-        return self.group_advantages(rewards_PG, rewards.valid_PG)
+            if kl.placement == "reward":
+                penalty_N = kl_penalty_N(completions, logprobs_T, kl).cpu()
+                rewards_PG = rewards_PG.masked_scatter(valid_PG, rewards_PG[valid_PG] - penalty_N)
+            else:
+                penalties_T = kl_to_go_T(completions, logprobs_T, kl)
+        advantages_PG = function(rewards_PG, valid_PG, **inputs)
+        advantages_N = advantages_PG[valid_PG]
+        advantages_T = function.per_token(advantages_N, completions, penalties_T)
+        logged_N = of_first_tokens(advantages_T, completions, without_N=advantages_N)
+        return advantages_PG.masked_scatter(valid_PG, logged_N.cpu()), advantages_T
 
     def minibatches(
-        self, step: int, completions: PackedCompletions, rewards: RewardTensors, advantages_PG: Tensor
+        self, step: int, completions: PackedCompletions, rewards: RewardTensors, advantages_T: Tensor
     ) -> Iterator[tuple[Batch, ...]]:
         """The minibatches of every epoch in their order, without the completions that are masked out of the loss.
 
@@ -186,19 +228,21 @@ class Trainer(StageTrainer):
         """
         trained_N = rewards.trained_PG[rewards.valid_PG]
         if not bool(trained_N.all()):
+            advantages_T = advantages_T[per_token(trained_N, completions)]
             completions = take(completions, torch.nonzero(trained_N)[:, 0])
         by_minibatch = uses_trainer_logprobs(self.learner)
         epochs = (
             minibatches(
                 completions,
                 self.config.training.minibatches,
-                advantages_N=advantages_PG[rewards.trained_PG].to(completions.lengths_N.device),
+                advantages_T=advantages_T,
                 old_logprobs_T=None if by_minibatch else completions.sampler_logprobs_T,
                 of=self.config.training.minibatch_of,
                 normalization=self.learner.objective.config.normalization,
                 max_tokens=self.config.rollout.max_new_tokens,
                 seed=derive_seed(self.seed, "minibatches", step, epoch),
                 all_tokens=self.learner.objective.needs_all_tokens,
+                whole_groups=self.learner.objective.kl_in_loss,
             )
             for epoch in range(self.config.training.epochs_per_rollout)
         )
@@ -232,9 +276,12 @@ class Trainer(StageTrainer):
             step, metrics, reference=self.reference, policy=policy, optimizer=optimizer
         )
         staleness = staleness_metrics(rollouts.groups, version=step - 1)
+        objective = self.learner.objective
         # The first rank's: conditions on them, also on times, then hold on all ranks or on none.
-        own = {**metrics, **staleness, **self.resets.metrics(), **self.learner.memory.metrics()}
-        return self.learner.parallel.ranks.first(lambda: own)
+        own = {**metrics, **staleness, **self.resets.metrics(), **objective.metrics(), **self.learner.memory.metrics()}
+        shared = self.learner.parallel.ranks.first(lambda: own)
+        self.learner.objective = objective.adapted(shared, advantages_PG.numel())
+        return shared
 
     def state(self) -> dict[str, Any]:
         """The position in curriculum and data; steps derive all their randomness from their number."""
@@ -242,6 +289,7 @@ class Trainer(StageTrainer):
             **asdict(self.progression),
             "reached": self.finished,
             "resets": self.resets.count,
+            **self.learner.objective.state(),
             **super().state(),
             SAMPLER_STATE: self.sampler.state(),
         }
@@ -259,4 +307,7 @@ class Trainer(StageTrainer):
         self.reference = self.resets.load(
             stage["resets"], reference, reference=self.reference, policy=self.learner.policy
         )
-        self.progression = Progression(phase=stage["phase"], phase_steps=stage["phase_steps"], cursors=stage["cursors"])
+        self.learner.objective = self.learner.objective.loaded(stage)
+        self.progression = Progression(
+            **{name: stage[name] for name in ("phase", "phase_steps", "cursors", "rates") if name in stage}
+        )

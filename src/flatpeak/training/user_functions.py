@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from flatpeak.errors import UserError
-from flatpeak.functional.losses import LOG_RATIO_LIMIT, POLICY_LOSSES, PolicyLoss, TokenFunction, importance_ratio
-from flatpeak.training.config import AdvantageConfig, KLConfig, ObjectiveConfig
-from flatpeak.training.objective import Objective
+from flatpeak.functional.advantage_functions import ADVANTAGE_INPUTS, ADVANTAGES
+from flatpeak.functional.losses import LOG_RATIO_LIMIT, importance_ratio
+from flatpeak.functional.policy_losses import POLICY_LOSSES, PolicyLoss, TokenFunction
+from flatpeak.functional.token_weights import TOKEN_WEIGHT_INPUTS, TOKEN_WEIGHTS, TokenWeights
+from flatpeak.training.objective import Objective, WeightFunction
+from flatpeak.training.objective_config import AdvantageConfig, KLConfig, ObjectiveConfig, TokenWeightsConfig
 from flatpeak.training.reward_tensors import Advantages
-from flatpeak.utils.user_code import check_call, describe_value, load_object, one_line
+from flatpeak.utils.user_code import asked_by_name, check_call, describe_value, load_object, one_line
 
 LOSS_PARAMETERS: Final = ("logprobs_T", "ratio_T", "advantages_T", "config")
 ADVANTAGE_PARAMETERS: Final = ("rewards_PG", "valid_PG")
@@ -35,31 +39,96 @@ _MASKED_MEAN: Final = (
 
 def make_objective(config: ObjectiveConfig, kl: KLConfig, *, own: object = None) -> Objective:
     """The objective of a recipe; `own` is the loss that a Python caller gave. UserError for one that is unfit."""
+    weights = make_token_weights(config.token_weights)
     if own is None and config.loss in POLICY_LOSSES:
-        return Objective(config=config, kl=kl)
+        return Objective(config=config, kl=kl, token_weights=weights)
     where = f"objective.loss={config.loss}"
     loaded = load_object(config.loss, where=where) if own is None else own
-    return Objective(config=config, kl=kl, own_loss=policy_loss(loaded, config, where=where))
+    loss = policy_loss(loaded, config, where=where)
+    return Objective(config=config, kl=kl, own_loss=loss, token_weights=weights)
+
+
+def make_token_weights(config: TokenWeightsConfig) -> WeightFunction | None:
+    """The token weights of a recipe, tried on a few tokens; None where it has none. UserError for an unfit function."""
+    if config.function is None:
+        return None
+    where = f"objective.token_weights.function={config.function}"
+    known = TOKEN_WEIGHTS.get(config.function)
+    function = load_object(config.function, where=where) if known is None else known
+    if not callable(function):
+        raise UserError(f"{where} is {describe_value(function)}, not a function")
+    asks = asked_by_name(function, TOKEN_WEIGHT_INPUTS) - config.arguments.keys()
+    arguments = config.arguments | dict.fromkeys(asks)
+    check_call(function, given=(), arguments=arguments, where=where, key="objective.token_weights.arguments")
+
+    def checked(inputs: Mapping[str, Any]) -> TokenWeights:
+        result = function(**{name: inputs[name] for name in asks}, **config.arguments)
+        weights = result if isinstance(result, TokenWeights) else TokenWeights(policy_T=result)
+        for values in (weights.policy_T, *([] if weights.penalty_T is None else [weights.penalty_T])):
+            like, what = inputs["logprobs_T"], "one weight per token"
+            tensor = _checked_tensor(values, like, torch.float32, where=where, what=what)
+            if not bool(tensor.isfinite().all()):
+                raise UserError(f"{where} returned a weight that is not finite: bound what it divides by")
+        return weights
+
+    trial = _token_weight_trial()
+    if not torch.equal(*(_called(lambda: checked(trial).policy_T, where=where) for _ in range(2))):
+        raise UserError(f"{where} returned other weights for the same tokens: draw random numbers from its `seed`")
+    return checked
+
+
+def _token_weight_trial() -> dict[str, Any]:
+    """Inputs of three completions of four tokens."""
+    logprobs_T = torch.linspace(-3, -0.1, _TRIAL_TOKENS)
+    return {
+        "logprobs_T": logprobs_T,
+        "old_logprobs_T": logprobs_T + 0.1,
+        "sampler_logprobs_T": logprobs_T - 0.1,
+        "entropy_T": torch.linspace(0, 2, _TRIAL_TOKENS),
+        "advantages_T": torch.tensor([1.0, -1.0, 0.5]).repeat_interleave(4),
+        "sequence_T": torch.arange(3).repeat_interleave(4),
+        "num": 3,
+        "seed": 0,
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+    }
 
 
 def make_advantages(
-    config: AdvantageConfig, *, own: object = None, num_prompts: int = 2, group_size: int = 4
+    config: AdvantageConfig,
+    *,
+    own: object = None,
+    num_prompts: int = 2,
+    group_size: int = 4,
+    part_weights: Mapping[str, float] = MappingProxyType({"correctness": 1.0}),
 ) -> Advantages:
     """The advantages of a recipe; `own` is the function that a Python caller gave.
 
-    A function of the user's is tried on rewards of `num_prompts` groups of `group_size`. UserError for one that is not
-    there, or whose result is of another shape or dtype, not finite, or depends on chance or on missing rewards.
+    A function is tried on rewards of `num_prompts` groups of `group_size`, of components with these weights. UserError
+    for one that is not there, or whose result is of another shape or dtype, not finite, or depends on chance or on
+    missing rewards.
     """
     if config.function is None:
         return Advantages(config=config)
-    where = f"advantage.function={config.function}"
-    function = load_object(config.function, where=where) if own is None else own
+    where, known = f"advantage.function={config.function}", ADVANTAGES.get(config.function or "")
+    function: object = own
+    if own is None:
+        function = load_object(config.function, where=where) if known is None else known.value
     if not callable(function):
         raise UserError(f"{where} is {describe_value(function)}, not a function")
-    called = _with_arguments(function, ADVANTAGE_PARAMETERS, config.arguments, where=where, section="advantage")
+    asks = asked_by_name(function, ADVANTAGE_INPUTS) - config.arguments.keys()
+    check_call(
+        function,
+        given=ADVANTAGE_PARAMETERS,
+        arguments=config.arguments | dict.fromkeys(asks),
+        where=where,
+        key="advantage.arguments",
+    )
+    called = partial(function, **config.arguments)
     with torch.random.fork_rng(devices=[]):
-        _try_advantages(called, num_prompts, group_size, where)
-    return Advantages(config=config, own=partial(_checked_advantages, called, where))
+        _try_advantages(called, num_prompts, group_size, where, asks, part_weights)
+    checked = partial(_checked_advantages, called, where)
+    return Advantages(config=config, own=checked, asks=asks, compares=known is None or known.compares)
 
 
 def _with_arguments(
@@ -70,10 +139,10 @@ def _with_arguments(
     return partial(function, **arguments) if arguments else function
 
 
-def _called(function: Callable[..., Tensor], *inputs: Any, where: str) -> Tensor:
+def _called(function: Callable[..., Tensor], *inputs: Any, where: str, **others: Any) -> Tensor:
     """The result of a trial call; an error inside the function as a UserError."""
     try:
-        return function(*inputs)
+        return function(*inputs, **others)
     except UserError:
         raise
     except Exception as error:
@@ -215,9 +284,11 @@ def _differentiated(
     return loss_T.detach(), gradient_T
 
 
-def _checked_advantages(function: Callable[..., Any], where: str, rewards_PG: Tensor, valid_PG: Tensor) -> Tensor:
-    """The user's advantages, 0 where a reward is missing. It is given copies, of which missing rewards are 0."""
-    result = function(rewards_PG.masked_fill(~valid_PG, 0.0), valid_PG.clone())
+def _checked_advantages(
+    function: Callable[..., Any], where: str, rewards_PG: Tensor, valid_PG: Tensor, **inputs: Any
+) -> Tensor:
+    """A function's advantages, 0 where a reward is missing. It is given copies, of which missing rewards are 0."""
+    result = function(rewards_PG.masked_fill(~valid_PG, 0.0), valid_PG.clone(), **inputs)
     what = "one advantage per completion, like rewards_PG"
     result = _checked_tensor(result, rewards_PG, rewards_PG.dtype, where=where, what=what)
     advantages_PG = result.detach().masked_fill(~valid_PG, 0.0)
@@ -237,7 +308,14 @@ def _rewards_as_text(rewards_G: Tensor, valid_G: Tensor) -> str:
     return f"[{', '.join(texts)}{', ...' if len(rewards_G) > 8 else ''}]"
 
 
-def _try_advantages(function: Callable[..., Any], num_prompts: int, group_size: int, where: str) -> None:
+def _try_advantages(
+    function: Callable[..., Any],
+    num_prompts: int,
+    group_size: int,
+    where: str,
+    asks: Collection[str],
+    part_weights: Mapping[str, float],
+) -> None:
     """Try a function on rewards that differ, that are equal, and of which some, or all, are missing."""
     shape = (num_prompts, group_size)
     # 0 and 1 alone: a function for such rewards may refuse others.
@@ -246,6 +324,8 @@ def _try_advantages(function: Callable[..., Any], num_prompts: int, group_size: 
     some = everything.clone()
     some[0, 2:3] = False  # of two, a missing one would leave one, whose group is missing as a whole
     some[1:2] = False
+    inputs = {name: made for name, made in _trial_inputs(rewards_PG, part_weights).items() if name in asks}
+    function = partial(function, **inputs)
 
     for rewards, valid in (
         (rewards_PG, everything),
@@ -259,6 +339,17 @@ def _try_advantages(function: Callable[..., Any], num_prompts: int, group_size: 
         if not torch.equal(call(rewards, valid), call(rewards, valid)):
             raise UserError(f"{where} returned other advantages for the same rewards: let it use no random numbers")
     _try_missing(function, rewards_PG, some, where)
+
+
+def _trial_inputs(rewards_PG: Tensor, part_weights: Mapping[str, float]) -> dict[str, Any]:
+    """Values for all that a function may ask for: completions of three tokens, equal reward components."""
+    return {
+        "lengths_PG": torch.full(rewards_PG.shape, 3),
+        "parts": {name: rewards_PG.clone() for name in part_weights},
+        "part_weights": dict(part_weights),
+        "old_logprobs_PGL": torch.full((*rewards_PG.shape, 3), -0.5),
+        "greedy_P": torch.zeros(len(rewards_PG)),
+    }
 
 
 def _try_missing(function: Callable[..., Any], rewards_PG: Tensor, valid_PG: Tensor, where: str) -> None:

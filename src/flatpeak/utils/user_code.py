@@ -10,7 +10,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -115,6 +115,14 @@ def check_call(
         raise UserError(f"{where}: {error}; {', and '.join(filter(None, (call, fix)))}") from error
     except ValueError:  # functions of an extension do not show their parameters
         pass
+
+
+def asked_by_name(function: Callable[..., Any], names: Collection[str]) -> frozenset[str]:
+    """Those of `names` that a function has parameters for; none for a function that does not show its parameters."""
+    try:
+        return frozenset(inspect.signature(function).parameters) & frozenset(names)
+    except ValueError:
+        return frozenset()
 
 
 def source_digest(function: object) -> str | None:

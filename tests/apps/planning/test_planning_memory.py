@@ -143,6 +143,13 @@ def test_a_gpu_keeps_the_memory_of_rollouts_and_reads_files_elsewhere(tmp_path: 
 
 
 @pytest.mark.slow
+def test_an_averaged_reference_has_float32_weights_beside_its_own(tmp_path: Path) -> None:
+    base = saved_model(tmp_path)
+    estimate = estimated(base, model={"dtype": "bfloat16"}, reference={"ema": 0.9})
+    items = phase(estimate, "update").items
+    assert items["reference average"] == 2 * items["reference"] == items["masters"]
+
+
 @pytest.mark.parametrize("sections", [{"kl": {"coefficient": 0.1}}, {"reference": {"keep": True}}])
 def test_a_reference_is_a_copy_of_what_is_trained(tmp_path: Path, sections: dict[str, Any]) -> None:
     base = saved_model(tmp_path)

@@ -131,7 +131,11 @@ def _check_fork(source: RunPaths, origin: CheckpointState, before: RunConfig, co
     if origin.state["history"].get("graded") and not config.may_lack_accuracy:
         fixed |= dict.fromkeys(_NEED_ACCURACY, "evaluations without accuracy, which this needs")
     if origin.state["stage"].get("resets"):
-        fixed |= {"reference.model": "a reference that was reset since"}
+        fixed |= {"reference.model": "a reference that has moved since"}
+    if config.kl.adaptive is not None and "kl_coefficient" in origin.state["stage"]:
+        fixed |= {"kl.coefficient": "a coefficient that has adapted since"}
+    if config.objective.adaptive_entropy is not None and "entropy_coefficient" in origin.state["stage"]:
+        fixed |= {"objective.adaptive_entropy.start": "a coefficient that has adapted since"}
     for key in changes(before.model_dump(mode="json"), config.model_dump(mode="json")):
         for setting, content in fixed.items():
             if key == setting or key.startswith(f"{setting}."):

@@ -246,9 +246,14 @@ class _Estimator:
         copied = inventory.stored if config.distributed.divides_model else inventory.trained_bytes
         return {"reference": copied} if keeps_own_reference(config) else {}
 
+    def _average(self) -> dict[str, int]:
+        """The float32 weights that `reference.ema` rounds to those of the reference."""
+        averaged = self.config.reference.ema is not None
+        return {"reference average": FLOAT32 * self.inventory.trained_parameters} if averaged else {}
+
     def _staying_reference(self) -> dict[str, int]:
-        """The reference, if it is on the device even when it does not score."""
-        return {} if self.config.reference.offload and not self.on_cpu else self.reference
+        """The reference and its average, if they are on the device even when it does not score."""
+        return {} if self.config.reference.offload and not self.on_cpu else self.reference | self._average()
 
     def _host(self) -> int:
         """The most host memory, in bytes, for offloading: torch rounds each pinned tensor up to a power of two."""
@@ -257,7 +262,8 @@ class _Estimator:
             return 0
         stages = ((config.sft.optimizer, work.sft_steps), (config.optimizer, work.steps))
         optimizers = [self.inventory.pinned(one) for one, steps in stages if steps and one.offload]
-        reference = 2 * sum(self.reference.values()) if config.reference.offload else 0
+        copies = (*self.reference.values(), *self._average().values())
+        reference = 2 * sum(copies) if config.reference.offload else 0
         return max(optimizers, default=0) + reference
 
     def _transient(self, minibatch: Minibatch) -> int:

@@ -115,7 +115,7 @@ def _drawing(rows: int, first_prompts: int, config: RunConfig, model: PlannedMod
     """
     rollout = config.rollout
     copies = 2 + (rollout.temperature != 1) + 2 * (rollout.min_new_tokens > 0)
-    copies += 2 * (rollout.top_p < 1 or rollout.top_k > 0)
+    copies += 2 * (rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0)
     return FLOAT32 * model.vocabulary * (2 * first_prompts + copies * rows)
 
 

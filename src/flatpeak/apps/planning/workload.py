@@ -338,7 +338,7 @@ def full_batch(prompt_lengths: Sequence[int], group: int, new_tokens: int) -> Ba
         lengths_N=lengths_N,
         tokens_T=torch.zeros(count * new_tokens, dtype=torch.int64),
         sequence_T=torch.arange(count).repeat_interleave(lengths_N),
-        advantages_N=torch.ones(count),
+        advantages_T=torch.ones(count * new_tokens),
         weights_N=torch.ones(count),
         old_logprobs_T=None,
     )

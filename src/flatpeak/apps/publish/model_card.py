@@ -21,7 +21,7 @@ from flatpeak.runs.summary import RunSummary, StageEvaluation
 from flatpeak.tasks.arithmetic import ArithmeticConfig
 from flatpeak.tasks.config import TaskConfig, hub_datasets, is_generated
 from flatpeak.tasks.prompts import CHAT, PLACEHOLDER
-from flatpeak.training.config import is_reference
+from flatpeak.training.objective_config import is_reference
 from flatpeak.utils.huggingface import is_self_contained
 from flatpeak.utils.redaction import without_local_paths
 

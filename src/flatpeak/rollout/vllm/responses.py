@@ -71,6 +71,7 @@ class CompletionRequest:
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
+                "min_p": sampling.min_p,
                 "max_tokens": sampling.max_new_tokens,
                 "min_tokens": sampling.min_new_tokens,
                 "stop_token_ids": sorted(self.eos_token_ids),
@@ -181,7 +182,7 @@ def logprobs_modes(sampling: SamplingParams) -> frozenset[str]:
     Greedy tokens have those at temperature 1 in both modes, as everywhere in flatpeak.
     """
     modes = set()
-    if not sampling.filtered and not sampling.min_new_tokens:
+    if not sampling.filtered:
         modes.add(PROCESSED)
     if sampling.temperature in (0, 1):
         modes.add(RAW)
