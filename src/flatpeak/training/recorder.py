@@ -154,12 +154,11 @@ class Recorder:
 
     def _log_rollouts(self, step: int, rollouts: Rollouts, advantages_PG: Tensor) -> None:
         """Write every completion of a step as `run.log_rollouts_every` says, and send some to the trackers."""
-        every = self.config.log_rollouts_every
+        every, logged = self.config.log_rollouts_every, (rollouts.groups, rollouts.scores, advantages_PG.tolist())
         if every and step % every == 0:
-            self.rollout_log.write(step, rollouts.groups, rollouts.scores, advantages_PG.tolist())
+            self.rollout_log.write(step, *logged)
         if self.trackers.wants_completions(step):
-            rows = rollout_rows(rollouts.groups, rollouts.scores, advantages_PG.tolist())
-            self.trackers.log_completions(rows, step=step)
+            self.trackers.log_completions(rollout_rows(*logged), step=step)
 
     def begin(self, stage: Stage, *, goal: float | None = None) -> bool:
         """Evaluate and save the model before the first step of RL: it is the first candidate for the best checkpoint.
