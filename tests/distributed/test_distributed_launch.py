@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from flatpeak.distributed.launch import _end
-from support.workers import alive
+from support.workers import all_end, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -58,30 +57,22 @@ LAUNCHED = """
 import sys
 from flatpeak.distributed.config import DistributedConfig
 from flatpeak.distributed.launch import launch
-launch([sys.argv[2]], DistributedConfig(processes=2), say=print, command=[sys.argv[1]])
+sys.exit(launch([sys.argv[2]], DistributedConfig(processes=2), say=print, command=[sys.argv[1]]))
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process hears of its parent's death")
-def test_the_ranks_of_a_killed_launcher_end_with_it(tmp_path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGUSR1, 138)])
+def test_ranks_end_with_a_killed_launcher_and_hear_of_a_batch_system_s_warning(tmp_path, number, code):
     script, listening = tmp_path / "rank.py", tmp_path / "listening"
     script.write_text(LISTENING_RANK)
     listening.mkdir()
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCHED, str(script), str(listening)])
-
-    def wait(condition):
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-    wait(lambda: len(list(listening.iterdir())) == 2)
-    launcher.kill()
-    launcher.wait()
+    wait_for(lambda: len(list(listening.iterdir())) == 2, within=60)
+    launcher.send_signal(number)
+    assert launcher.wait() == code
     ranks = [int(path.name) for path in listening.iterdir()]
-    began = time.monotonic()
-    wait(lambda: not any(alive(rank) for rank in ranks))
-    assert time.monotonic() - began < 30  # of the 60 seconds that they would sleep
+    assert all_end(ranks, within=30)  # of the 60 seconds that they would sleep
 
 
 @pytest.fixture(scope="module")

@@ -33,9 +33,11 @@ from support.judge_server import JudgeServer, honest
 from support.models import RUN_SIZES, save_run_model
 from support.resumes import differences, left_by, newest_is_the_last_step
 from support.vllm_server import VLLMServer, size_of_weights
-from support.workers import alive, children, variable
+from support.workers import alive, children, started_with, variable
 
 SHARED = Path("/dev/shm")
+LONGEST = 240.0
+"""Seconds after which a job is taken for one that does not end."""
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 MARK = "FLATPEAK_TEST_JOB"
 """The variable that tells the processes of a job, orphans too."""
@@ -132,8 +134,7 @@ class Job:
 
     def look(self) -> bool:
         """Note rows and saves; whether the job runs."""
-        now, path = time.monotonic(), self.run / "metrics.jsonl"
-        count = path.read_text().count("\n") if path.exists() else 0
+        now, count = time.monotonic(), rows_of(self.run)
         self.rows = self.rows[:count] + [now] * (count - len(self.rows))
         checkpoints = self.run / "checkpoints"
         writing = [*checkpoints.glob(".tmp-step_*"), *checkpoints.glob("sft/.tmp-step_*")]
@@ -162,20 +163,21 @@ class Job:
         ranks = {f"rank {variable(pid, 'RANK')}": pid for pid in children(launcher)}
         return [launcher, *ranks.values()] if target == "all" else [ranks.get(target, launcher)]
 
-    def end(self, *, within: float = 240.0) -> int:
+    def end(self) -> int:
         """Wait for the end of every process of the job; the exit code."""
-        deadline = time.monotonic() + within
-        while self.look() or self.left_over():
+        deadline = time.monotonic() + LONGEST
+        while self.look() or started_with(MARK, self.mark):
             if time.monotonic() > deadline:
-                for pid in self.left_over():
+                for pid in started_with(MARK, self.mark):
                     os.kill(pid, signal.SIGKILL)
                 raise AssertionError(f"it does not end: {self.log.read_text()[-2000:]}")
         return self.process.returncode
 
-    def left_over(self) -> list[int]:
-        """The processes of this job that live."""
-        pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-        return [pid for pid in pids if variable(pid, MARK) == self.mark and alive(pid)]
+
+def rows_of(run: Path) -> int:
+    """The rows of a run's metrics so far."""
+    path = run / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
 
 
 @dataclass
@@ -222,7 +224,7 @@ class Case:
         """A random moment after this row of metrics or a later one."""
         return Moment(
             number=signal.SIGKILL if kill else chance.choice(STOPS),
-            row=chance.randrange(min(first, len(self.gaps) - 1), len(self.gaps)),
+            row=chance.randrange(first, len(self.gaps)),
             share=chance.random(),
             save=chance.random() < 0.3,
             target=chance.choice(("launcher", "rank 0", "rank 1", "all")) if self.shared else "launcher",
@@ -243,6 +245,8 @@ class Case:
             verdict.ends.append(time.monotonic() - since)
             verdict.saves += [] if kill else job.saves  # a killed run leaves what looks like a save
             first = len(job.rows) + 1
+            if first >= len(self.gaps):
+                break
         job = Job(self.recipe, self.run, "--resume")
         if job.end() == 0:
             verdict.wrong += differences(left_by(self.run), self.expected, stopped=not kill or self.shared)
@@ -258,7 +262,8 @@ class Case:
         if moment.number == signal.SIGKILL:
             named = moment.target in output or not moment.target.startswith("rank")
             return [] if code == -signal.SIGKILL or (code == 1 and named) else [f"exit code {code}: {output[-500:]}"]
-        wrong = [] if code == 128 + moment.number else [f"exit code {code} after signal {moment.number}"]
+        done = code == 0 and rows_of(self.run) == len(self.gaps)  # the signal came after the last step
+        wrong = [] if done or code == 128 + moment.number else [f"exit code {code} after signal {moment.number}"]
         return wrong if newest_is_the_last_step(self.run) else [*wrong, "the newest checkpoint is not the last step"]
 
 
@@ -295,6 +300,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kind", action="append", default=[], help="only this kind; may be repeated")
     given = parser.parse_args()
+    for number in STOPS:  # what nohup or a script's background ignores, children would ignore too
+        signal.signal(number, signal.SIG_DFL)
     verdicts = interrupt_runs(given.kind, count=given.count, seed=given.seed, kill=given.signal == "KILL")
     print("| Kind | Runs | Signals | Equal | Slowest end (s) | Slowest save (s) |\n|---|---|---|---|---|---|")
     for kind, runs in verdicts.items():

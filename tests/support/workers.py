@@ -58,6 +58,12 @@ def variable(pid: int, name: str) -> str | None:
     return values[0].decode().partition("=")[2] if values else None
 
 
+def started_with(name: str, value: str) -> list[int]:
+    """The living processes that have this value of an environment variable."""
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [pid for pid in pids if variable(pid, name) == value and alive(pid)]
+
+
 def children(pid: int) -> Iterator[int]:
     """The processes that a process has started."""
     for task in Path(f"/proc/{pid}/task").glob("*/children"):

@@ -99,6 +99,7 @@ def launch(
     with closing(ScratchDirectory("launch")) as logs:  # torchrun would leave one of its own
         launcher, _, _ = config_from_args(parse_args([*given, f"--log-dir={logs.path}", sys.executable]))
         launcher.shutdown_timeout = STOP_SECONDS
+        launcher.signals_to_handle += ",SIGUSR1"  # a batch system's warning, which would end the launcher alone
         try:
             elastic_launch(launcher, sys.executable)(*(command or ("-m", "flatpeak")), *arguments)
         except ChildFailedError as error:
