@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 from flatpeak import functional
-from flatpeak.functional import advantage_functions, loss_variants, losses, sampler_correction, token_weights
+from flatpeak.functional import advantage_functions, losses, policy_losses, sampler_correction, token_weights
 
 SIGNATURES = {
     "bootstrap_interval": "values, *, weights=None, confidence=0.95, num_resamples=10000, seed=0",
@@ -24,7 +24,7 @@ SIGNATURES = {
     "preference_accuracy": "chosen_P, rejected_P",
     "regularized_gradient": "grad, perturbed_grad, *, strength, step",
     "token_logprobs": "hidden_TD, output_weight_VD, targets_T, *, bias_V=None, softcap=None, logit_scale=1.0, "
-    "temperature=1.0, chunk_size=None",
+    "temperature=1.0, chunk_size=None, kept_T=None",
     "top_eigenvalue": "product, like, *, iterations=100, tolerance=0.001, seed=0",
     "wilson_interval": "successes, total, confidence=0.95",
 }
@@ -34,7 +34,7 @@ def test_the_public_list_is_exactly_this():
     assert set(functional.__all__) == {
         *SIGNATURES,
         *advantage_functions.__all__,
-        *loss_variants.__all__,
+        *policy_losses.__all__,
         *losses.__all__,
         *sampler_correction.__all__,
         *token_weights.__all__,

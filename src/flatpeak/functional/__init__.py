@@ -1,6 +1,6 @@
 """The mathematics of the library: pure functions of tensors and numbers."""
 
-from flatpeak.functional import advantage_functions, loss_variants, losses, sampler_correction, token_weights
+from flatpeak.functional import advantage_functions, losses, policy_losses, sampler_correction, token_weights
 from flatpeak.functional.advantage_functions import *  # noqa: F403
 from flatpeak.functional.advantages import group_advantages
 from flatpeak.functional.bradley_terry import (
@@ -20,9 +20,8 @@ from flatpeak.functional.estimators import (
 )
 from flatpeak.functional.kl import kl_k1, kl_k2, kl_k3
 from flatpeak.functional.logprobs import token_logprobs
-from flatpeak.functional.loss_variants import *  # noqa: F403
 from flatpeak.functional.losses import *  # noqa: F403 - `__all__` of losses is the only list of losses
-from flatpeak.functional.policy_losses import PolicyLoss
+from flatpeak.functional.policy_losses import *  # noqa: F403
 from flatpeak.functional.sampler_correction import *  # noqa: F403
 from flatpeak.functional.token_weights import *  # noqa: F403
 from flatpeak.functional.weights import completion_weights
@@ -30,12 +29,11 @@ from flatpeak.functional.weights import completion_weights
 __all__ = [
     *advantage_functions.__all__,
     *losses.__all__,
-    *loss_variants.__all__,
+    *policy_losses.__all__,
     *sampler_correction.__all__,
     *token_weights.__all__,
     "Eigenvalue",
     "PairedDifference",
-    "PolicyLoss",
     "bootstrap_interval",
     "bradley_terry_loss",
     "calibration_error",
