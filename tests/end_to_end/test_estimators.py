@@ -41,7 +41,7 @@ def variant(recipe: Recipe, folder: Path, name: str, **sections: Any) -> dict[st
         run={"name": name, "checkpoint_every": 1},
         **sections,
     )
-    if name == "dapo":
+    if name in ("dapo", "top_entropy"):
         algorithm["objective"]["overlong_buffer"] = 2
     return merge(tiny, algorithm)
 

@@ -163,7 +163,7 @@ def long_responses(policy: Policy) -> Batch:
     groups = []
     for length, completions in sample(policy, (3, 70, 1), sampling=sampling, seed=4).items():
         cut = zip(completions, (150, 1, 129, 66), strict=True)
-        short = tuple(replace(c, token_ids=c.token_ids[:n], logprobs=c.logprobs[:n]) for c, n in cut)
+        short = tuple(replace(c, token_ids=c.token_ids[:n], logprobs=c.logprobs[:n], kept=None) for c, n in cut)
         groups.append(Group(prompt=prompt(length), completions=short))
     completions = collate(groups, torch.ones(3, 4, dtype=torch.bool), device=torch.device("cpu"))
     weights_N = torch.randn(12, generator=torch.Generator().manual_seed(0))

@@ -120,10 +120,12 @@ def _check_factory(factory: Callable[..., Any], policy: Policy) -> None:
 
 def _check_logprobs(completion: Completion, prompt: str, *, greedy: bool) -> None:
     tokens = len(completion.token_ids)
-    for name, logprobs in (("logprobs", completion.logprobs), ("filtered_logprobs", completion.filtered_logprobs)):
-        if logprobs is not None and len(logprobs) != tokens:
+    for name in ("logprobs", "filtered_logprobs", "kept"):
+        values = getattr(completion, name)
+        if values is not None and len(values) != tokens:
+            what = "sets" if name == "kept" else "log-probs"
             raise UserError(
-                f"the sampler returned {len(logprobs)} log-probs for {tokens} tokens of prompt {prompt} ({name}): give "
+                f"the sampler returned {len(values)} {what} for {tokens} tokens of prompt {prompt} ({name}): give "
                 "one per token"
             )
     impossible = [logprob for logprob in completion.logprobs if not -math.inf < logprob <= LARGEST_LOGPROB]

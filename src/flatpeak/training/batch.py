@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from flatpeak.distributed.ranks import ALONE, Ranks
-from flatpeak.functional.kept_tokens import ALL_BUT, KeptTokens
+from flatpeak.functional.kept_tokens import ALL_BUT, KeptTokens, TokenSet
 from flatpeak.functional.weights import completion_weights
 from flatpeak.training.config import MinibatchOf
 from flatpeak.training.objective import SamplerStatistics, TokenStatistics
@@ -231,8 +231,10 @@ def _kept_tokens(completions: Sequence[Completion], device: torch.device) -> Kep
     """The tokens that each token was drawn from; None where they are not known."""
     if all(completion.kept is None for completion in completions):
         return None
-    everything = (ALL_BUT,)
-    sets = [one for completion in completions for one in completion.kept or (everything,) * len(completion.token_ids)]
+    sets: list[TokenSet] = []
+    for completion in completions:
+        everything = ((ALL_BUT,),) * len(completion.token_ids)
+        sets += [one for _, one in zip(completion.token_ids, completion.kept or everything, strict=True)]
     return KeptTokens.of(sets, device=device)
 
 

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.training.curriculum import Phase, next_prompts, question_of
-from flatpeak.types import Group, Prompt, SamplingParams, Score, Scores
+from flatpeak.types import Group, Prompt, Score, Scores
 
 _Drawn = tuple[Group, int, Scores]
 """A group, its index in its round of rollouts, and the scores of that round."""
@@ -79,11 +78,12 @@ def collect(
     kept, without_signal, scored = list[_Drawn](), list[_Drawn](), list[Scores]()
     rollout_seconds, reward_seconds = 0.0, 0.0
     before, budget = failures(phase.reward), phase.reward.step_budget()
-    draw = partial(roll_out, sampler, phase.reward, group_size=config.group_size, sampling=config.sampling())
     for round_ in range(max_resamples + 1):
         wanted = config.prompts_per_step - len(kept)
         prompts, cursor = next_prompts(phase.prompts, cursor, wanted, skips=skips)
-        groups, scores, seconds = draw(prompts, seed=rollout_seed(seed, round_), budget=budget)
+        groups, scores, seconds = roll_out(
+            sampler, phase.reward, prompts, config, seed=rollout_seed(seed, round_), budget=budget
+        )
         scored.append(scores)
         rollout_seconds, reward_seconds = rollout_seconds + seconds[0], reward_seconds + seconds[1]
         informative = has_signal(groups, scores) if max_resamples else [True] * len(groups)
@@ -120,12 +120,12 @@ def with_greedy(
 ) -> Rollouts:
     """The rollouts with a greedy completion of each prompt: its reward as trained, its time and its failures."""
     before = failures(phase.reward)
+    prompts, once = [group.prompt for group in rollouts.groups], {"group_size": 1, "temperature": 0.0}
     groups, scores, seconds = roll_out(
         sampler,
         phase.reward,
-        [group.prompt for group in rollouts.groups],
-        group_size=1,
-        sampling=replace(config.sampling(), temperature=0.0),
+        prompts,
+        config.model_copy(update=once),
         seed=seed,
         budget=phase.reward.step_budget(),
     )
@@ -218,9 +218,8 @@ def roll_out(
     sampler: Sampler,
     reward: RewardSet,
     prompts: Sequence[Prompt],
+    config: RolloutConfig,
     *,
-    group_size: int,
-    sampling: SamplingParams,
     seed: int,
     budget: GradingBudget | None,
 ) -> tuple[list[Group], Scores, tuple[float, float]]:
@@ -230,7 +229,7 @@ def roll_out(
     """
     started, grading = time.perf_counter(), reward.grading()
     sampled: dict[int, Group] = {}
-    stream = sampler.stream(prompts, group_size=group_size, sampling=sampling, seed=seed)
+    stream = sampler.stream(prompts, group_size=config.group_size, sampling=config.sampling(), seed=seed)
     for index, group in stream:
         sampled[index] = group
         if grading is not None:

@@ -284,7 +284,7 @@ class ObjectiveConfig(StrictConfig):
                 f"objective.floor={self.floor:g}: give less than 1, the ratio of equal policies, and less than the cap"
             )
         known = LOSS_ARGUMENTS.get(self.loss, ())
-        for name, value in self.arguments.items() if self.loss in LOSS_SETTINGS else ():
+        for name, value in self.arguments.items() if self.loss in LOSS_ARGUMENTS else ():
             if name not in known:
                 raise ValueError(
                     f"objective.arguments.{name}: objective.loss={self.loss} takes {', '.join(known) or 'no arguments'}"

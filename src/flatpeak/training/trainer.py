@@ -205,7 +205,7 @@ class Trainer(StageTrainer):
     ) -> tuple[Tensor, Tensor]:
         """Advantages of completions [P, G] and of their tokens [T], less the KL penalty where that is placed there."""
         rewards_PG, valid_PG, penalties_T = rewards.rewards_PG, rewards.valid_PG, None
-        kl, function = self.learner.objective.kl, self.group_advantages
+        kl = self.learner.objective.kl
         if self.learner.objective.kl_in_reward:
             logprobs_T = self.learner.score(self.learner.policy, completions)
             if kl.placement == "reward":
@@ -213,9 +213,9 @@ class Trainer(StageTrainer):
                 rewards_PG = rewards_PG.masked_scatter(valid_PG, rewards_PG[valid_PG] - penalty_N)
             else:
                 penalties_T = kl_to_go_T(completions, logprobs_T, kl)
-        advantages_PG = function(rewards_PG, valid_PG, **inputs)
+        advantages_PG = self.group_advantages(rewards_PG, valid_PG, **inputs)
         advantages_N = advantages_PG[valid_PG]
-        advantages_T = function.per_token(advantages_N, completions, penalties_T)
+        advantages_T = self.group_advantages.per_token(advantages_N, completions, penalties_T)
         logged_N = of_first_tokens(advantages_T, completions, without_N=advantages_N)
         return advantages_PG.masked_scatter(valid_PG, logged_N.cpu()), advantages_T
 
