@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from flatpeak.policy.model import Policy
 from flatpeak.training.config import TrainingConfig
-from flatpeak.training.objective_config import AdvantageConfig, KLConfig, ObjectiveConfig
+from flatpeak.training.objective_config import AdvantageConfig, KLConfig, ObjectiveConfig, TokenWeightsConfig
 from flatpeak.types import Group
 from support.models import EOS, letter_tokenizer
 from support.training import SGD, completion, largest_difference, make_trainer, prompt, scored, tiny_policy, weights
@@ -51,8 +51,9 @@ NORMALIZATIONS = {
     "cispo": "token_mean",
     "sapo": "sequence_mean",
     "vespo": "token_mean",
+    "gmpo": "sequence_mean",
 }
-OWN_LOSSES = {"cispo": "truncated_policy_gradient", "sapo": "sapo", "vespo": "vespo"}
+OWN_LOSSES = {"cispo": "truncated_policy_gradient", "sapo": "sapo", "vespo": "vespo", "gmpo": "gmpo"}
 SCALES = {"group": "std", "batch": "batch_std", "none": "none"}
 
 
@@ -70,6 +71,9 @@ class Case:
     importance_sampling_level: str = "token"
     mask_truncated_completions: bool = False
     epsilon_high: float = 0.2
+    top_entropy_quantile: float = 1.0
+    off_policy_mask_threshold: float | None = None
+    entropy_coef: float = 0.0
 
     def __str__(self) -> str:
         others = list(vars(self).items())[2:]
@@ -90,6 +94,11 @@ CASES = [
     Case(loss_type="cispo", epsilon_high=2.0, num_iterations=2),
     Case(loss_type="sapo", num_iterations=2),
     Case(loss_type="vespo", num_iterations=2),
+    Case(loss_type="gmpo", epsilon_high=0.05, num_iterations=2),
+    Case(top_entropy_quantile=0.3, beta=0.3),
+    Case(loss_type="dapo", top_entropy_quantile=0.5, num_iterations=2),
+    Case(off_policy_mask_threshold=1e-3, num_iterations=2),
+    Case(loss_type="dapo", entropy_coef=0.05),
     Case(loss_type="dapo", mask_truncated_completions=True, beta=0.3),
 ]
 """Every value of every setting; below, all losses with each of them."""
@@ -163,7 +172,12 @@ def trl_trainer(trl: Any, case: Case, directory: Path) -> Any:
     def reward(completions: list[str], fixed_reward: list[float], **columns: Any) -> list[float]:
         return fixed_reward
 
-    arguments = trl.GRPOConfig(
+    settings, trainer, config = dict(vars(case)), trl.GRPOTrainer, trl.GRPOConfig
+    if settings["loss_type"] == "gmpo":
+        gmpo = importlib.import_module("trl.experimental.gmpo")
+        trainer, config = gmpo.GMPOTrainer, gmpo.GMPOConfig
+        settings |= {"loss_type": "grpo", "epsilon": 0.2}
+    arguments = config(
         output_dir=str(directory / "trl"),
         per_device_train_batch_size=len(rows) // case.gradient_accumulation_steps,
         num_generations=4,
@@ -179,9 +193,9 @@ def trl_trainer(trl: Any, case: Case, directory: Path) -> Any:
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        **vars(case),
+        **settings,
     )
-    return trl.GRPOTrainer(
+    return trainer(
         AutoModelForCausalLM.from_pretrained(directory / "model"),
         reward_funcs=[reward],
         args=arguments,
@@ -207,6 +221,16 @@ def trl_weights(trl: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     return run
 
 
+def token_weights(case: Case) -> TokenWeightsConfig:
+    """TRL's quantile and mask by flatpeak's names."""
+    if case.top_entropy_quantile < 1:
+        return TokenWeightsConfig(function="top_entropy", arguments={"fraction": case.top_entropy_quantile})
+    if case.off_policy_mask_threshold is not None:
+        arguments = {"threshold": case.off_policy_mask_threshold}
+        return TokenWeightsConfig(function="off_policy_mask", arguments=arguments)
+    return TokenWeightsConfig()
+
+
 def flatpeak_step(case: Case) -> tuple[Policy, dict[str, float]]:
     """The policy after flatpeak's step, and what the step reports."""
     policy = tiny_policy()
@@ -226,6 +250,8 @@ def flatpeak_step(case: Case) -> tuple[Policy, dict[str, float]]:
             clip_high=case.epsilon_high,
             cap=case.epsilon_high,
             truncated="mask" if case.mask_truncated_completions else "keep",
+            entropy_coefficient=case.entropy_coef,
+            token_weights=token_weights(case),
         ),
         kl=KLConfig(coefficient=case.beta, ratio_weighted=case.use_bias_correction_kl),
         advantage=AdvantageConfig(scale=SCALES[case.scale_rewards], eps=1e-4),
@@ -248,7 +274,7 @@ def test_a_step_gives_the_weights_of_trls_grpo_trainer(case: Case, trl_weights: 
     assert largest_difference(weights(policy), theirs) <= TOLERANCE
     if case.num_iterations > 1:
         assert metrics["policy/ratio_max_gap"] > 0
-        assert metrics["policy/clip_fraction"] > 0 or case.loss_type in ("sapo", "vespo")  # which clip nothing
+        assert metrics["policy/clip_fraction"] > 0 or case.loss_type in ("sapo", "vespo", "gmpo")  # which count none
 
 
 @pytest.mark.parametrize(
