@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from statistics import median
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,14 @@ STARTS = (0, 1, 2)
 ON_THE_EDGE = ("corrected_gr", "mu2_gr")
 """Cases whose clip cuts a ratio or not by its last digit, once in several starts, which moves weights by 1e-2 in
 float32: the median of a few starts is compared."""
+GR = MATRIX["gr"]
+
+
+def weighing(function: str, **arguments: float) -> dict[str, Any]:
+    """The section `objective` with these token weights."""
+    return {"token_weights": {"function": function, "arguments": arguments}}
+
+
 FEW = {
     "ddp/plain": Case(double=True),
     "ddp/regularized in two epochs of minibatches": Case(double=True, **MATRIX["mu2_gr"]),
@@ -36,6 +45,16 @@ FEW = {
     ),
     "fsdp2/one rank with nothing to do": Case(strategy="fsdp2", double=True, **MATRIX["one_gr"]),
     "fsdp2/adapters, regularized": Case(strategy="fsdp2", **MATRIX["lora_gr"]),
+    "ddp/top-entropy tokens, regularized": Case(double=True, objective=weighing("top_entropy", fraction=0.4), **GR),
+    "ddp/Clip-Cov in two epochs of minibatches": Case(
+        double=True, objective=weighing("clip_cov", fraction=0.2, low=1e-3), **MATRIX["mu2"]
+    ),
+    "fsdp2/KL-Cov in two epochs of minibatches": Case(
+        strategy="fsdp2", double=True, objective=weighing("kl_cov", fraction=0.2), **MATRIX["mu2"]
+    ),
+    "ddp/advantages whitened over tokens": Case(
+        double=True, advantage={"baseline": "none", "scale": "none", "whiten": "tokens"}
+    ),
     "fsdp2/recomputed layers": Case(strategy="fsdp2", double=True, recompute=True),
 }
 
