@@ -220,6 +220,19 @@ class Evaluation:
         """The mean of every metric, by its name."""
         return {metric: one.mean for metric, one in self.estimates.items()}
 
+    @property
+    def logged(self) -> dict[str, float]:
+        """The mean of every metric, of each task of a mixture and of each further set, as `eval/TASK/METRIC`."""
+        evaluations = (self, *self.apart.values())
+        return {f"eval/{one.task}/{name}": value for one in evaluations for name, value in one.metrics().items()}
+
+    @property
+    def answers(self) -> dict[str, Sequence[Mapping[str, Any]]]:
+        """The rows by the end of their file's name: the questions', those on perturbed ones, each further set's."""
+        perturbed = [row for one in self.robustness.values() for row in one.rows]
+        sets = {f".{name}": one.rows for name, one in self.sets.items()}
+        return {"": self.rows, **({"_perturbed": perturbed} if perturbed else {}), **sets}
+
     def first(self, size: int | None) -> Evaluation:
         """The evaluation of only the first `size` questions of each task, as in periodic evaluations."""
         chosen = first_of_each(self.tasks or [""] * self.size, size)

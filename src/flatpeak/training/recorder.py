@@ -154,7 +154,8 @@ class Recorder:
 
     def _log_rollouts(self, step: int, rollouts: Rollouts, advantages_PG: Tensor) -> None:
         """Write every completion of a step as `run.log_rollouts_every` says, and send some to the trackers."""
-        every, logged = self.config.log_rollouts_every, (rollouts.groups, rollouts.scores, advantages_PG.tolist())
+        every = self.config.log_rollouts_every
+        logged = rollouts.groups, rollouts.scores, advantages_PG.tolist()
         if every and step % every == 0:
             self.rollout_log.write(step, *logged)
         if self.trackers.wants_completions(step):
@@ -200,18 +201,9 @@ class Recorder:
         choice, reward = self.ranks.first(lambda: own)
         results = evaluation.as_dict()
         self.history.add({"stage": stage, "step": step, **results, "choice": choice, "reward": reward})
-        self._log_answers(f"{stage}_{step:06d}", evaluation.rows)
-        perturbed = [row for one in evaluation.robustness.values() for row in one.rows]
-        if perturbed:
-            self._log_answers(f"{stage}_{step:06d}_perturbed", perturbed)
-        for name, further in evaluation.sets.items():
-            self._log_answers(f"{stage}_{step:06d}.{name}", further.rows)
-        named = {
-            f"eval/{one.task}/{name}": value
-            for one in (evaluation, *evaluation.apart.values())
-            for name, value in one.metrics().items()
-        }
-        metrics: Mapping[str, float] = {**named, "time/eval": seconds}
+        for suffix, rows in evaluation.answers.items():
+            self._log_answers(f"{stage}_{step:06d}{suffix}", rows)
+        metrics: Mapping[str, float] = {**evaluation.logged, "time/eval": seconds}
         self.callbacks.call("on_evaluation", stage, step, dict(metrics), rows=evaluation.rows)
         metrics = self.callbacks.with_logged(metrics)
         self._log("eval", step, metrics)
@@ -396,5 +388,6 @@ class Recorder:
         self.metrics.close()
 
     def _count_time(self) -> None:
-        before, self._since = self._since, time.perf_counter()
-        self.history.seconds += self._since - before
+        now = time.perf_counter()
+        self.history.seconds += now - self._since
+        self._since = now
