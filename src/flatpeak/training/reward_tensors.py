@@ -14,6 +14,7 @@ from flatpeak.errors import UserError
 from flatpeak.functional.advantage_functions import limit_spreads, whiten
 from flatpeak.functional.advantages import group_advantages
 from flatpeak.training.batch import on_trained_tokens, per_token
+from flatpeak.training.config import DynamicSamplingConfig
 from flatpeak.training.objective import KL_ESTIMATORS
 from flatpeak.training.objective_config import AdvantageConfig, KLConfig, ObjectiveConfig
 from flatpeak.types import Group, PackedCompletions, Scores
@@ -82,12 +83,19 @@ def informative(rewards_PG: Tensor, valid_PG: Tensor) -> Tensor:
     return (valid_PG.sum(dim=1) >= 2) & (highest != lowest)
 
 
-def deviations(rewards_PG: Tensor, valid_PG: Tensor) -> Tensor:
-    """float32 [P]: the standard deviation of each group's valid rewards, unbiased; 0 for fewer than two."""
+def in_band(rewards: RewardTensors, rates_P: Tensor, rule: DynamicSamplingConfig) -> Tensor:
+    """bool [P]: groups with at least the standard deviation, unbiased, and within the pass rates of the rule.
+
+    rates_P are the groups' pass rates; NaN is within none.
+    """
+    rewards_PG, valid_PG = rewards.rewards_PG, rewards.valid_PG
     count_P1 = valid_PG.sum(-1, keepdim=True)
     mean_P1 = (rewards_PG * valid_PG).sum(-1, keepdim=True) / count_P1.clamp(min=1)
     squares_P = ((rewards_PG - mean_P1) * valid_PG).square().sum(-1)
-    return (squares_P / (count_P1[:, 0] - 1).clamp(min=1)).sqrt()
+    spread_P = (squares_P / (count_P1[:, 0] - 1).clamp(min=1)).sqrt() >= rule.min_std
+    if rule.pass_rate is None:
+        return spread_P
+    return spread_P & (rates_P >= rule.pass_rate[0]) & (rates_P <= rule.pass_rate[1])
 
 
 def kl_to_go_T(completions: PackedCompletions, logprobs_T: Tensor, kl: KLConfig) -> Tensor:

@@ -29,7 +29,7 @@ from flatpeak.training.recorder import SAMPLER_STATE, Recorder
 from flatpeak.training.reward_tensors import (
     Advantages,
     RewardTensors,
-    deviations,
+    in_band,
     informative,
     kl_penalty_N,
     kl_to_go_T,
@@ -177,10 +177,7 @@ class Trainer(StageTrainer):
         if "parts" in asks:
             inputs = advantage_inputs(asks, groups, scores, weights=phase.reward.weights, greedy=[None] * len(groups))
             signal_P = self.group_advantages(rewards.rewards_PG, rewards.valid_PG, **inputs).any(dim=1)
-        signal_P &= deviations(rewards.rewards_PG, rewards.valid_PG) >= rule.min_std
-        if rule.pass_rate is not None:
-            rates_P = torch.tensor(pass_rates(phase, scores))
-            signal_P &= (rates_P >= rule.pass_rate[0]) & (rates_P <= rule.pass_rate[1])
+        signal_P &= in_band(rewards, torch.tensor(pass_rates(phase, scores)), rule)
         return [bool(signal) for signal in signal_P & rewards.trained_PG.any(dim=1)]
 
     def rewards_alone(self, groups: Sequence[Group], scores: Scores) -> list[Score]:
