@@ -74,6 +74,13 @@ def off_policy(policy: Policy, *, groups: int = 3, spread: float = 0.3) -> Batch
     )
 
 
+def with_sampler(batch: Batch) -> Batch:
+    """The batch with a sampler whose log-probabilities are about 0.2 away from the old ones."""
+    assert batch.old_logprobs_T is not None
+    noise_T = torch.randn(len(batch.tokens_T), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return replace(batch, sampler_logprobs_T=batch.old_logprobs_T + 0.2 * noise_T)
+
+
 def make_learner(
     policy: Policy,
     *,

@@ -14,7 +14,14 @@ from flatpeak.training.objective import Objective
 from flatpeak.training.objective_config import KLConfig, ObjectiveConfig, SamplerCorrectionConfig
 from flatpeak.training.step_metrics import sampler_gap_metrics
 from flatpeak.types import Batch
-from support.regularized_training import double_qwen2, gradient_of, make_learner, off_policy, relative_error
+from support.regularized_training import (
+    double_qwen2,
+    gradient_of,
+    make_learner,
+    off_policy,
+    relative_error,
+    with_sampler,
+)
 
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "two bounds": {"type": "truncate", "floor": 0.9, "cap": 1.1},
@@ -38,9 +45,7 @@ def policy() -> Policy:
 
 @pytest.fixture(scope="module")
 def batch(policy: Policy) -> Batch:
-    whole = off_policy(policy, groups=4)
-    noise_T = torch.randn(len(whole.tokens_T), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    return replace(whole, sampler_logprobs_T=whole.old_logprobs_T + 0.2 * noise_T)
+    return with_sampler(off_policy(policy, groups=4))
 
 
 def by_hand(batch: Batch, settings: dict[str, Any]) -> np.ndarray:

@@ -16,7 +16,15 @@ from flatpeak.training.batch import micro_batches
 from flatpeak.training.objective_config import KLConfig, ObjectiveConfig, TokenWeightsConfig
 from flatpeak.training.user_functions import make_token_weights
 from flatpeak.types import Batch
-from support.regularized_training import Gradient, double_qwen2, gradient_of, make_learner, off_policy, relative_error
+from support.regularized_training import (
+    Gradient,
+    double_qwen2,
+    gradient_of,
+    make_learner,
+    off_policy,
+    relative_error,
+    with_sampler,
+)
 
 FUNCTIONS: dict[str, dict[str, float]] = {
     "top_entropy": {"fraction": 0.3},
@@ -42,10 +50,8 @@ def policy() -> Policy:
 @pytest.fixture(scope="module")
 def batch(policy: Policy) -> Batch:
     """Off-policy, with another sampler and some tokens that were not sampled."""
-    whole = off_policy(policy, groups=4)
-    noise_T = torch.randn(len(whole.tokens_T), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    trained_T = torch.arange(len(whole.tokens_T)) % 7 != 3
-    return replace(whole, sampler_logprobs_T=whole.old_logprobs_T + 0.2 * noise_T, trained_T=trained_T)
+    whole = with_sampler(off_policy(policy, groups=4))
+    return replace(whole, trained_T=torch.arange(len(whole.tokens_T)) % 7 != 3)
 
 
 def objective(name: str) -> ObjectiveConfig:
