@@ -200,6 +200,8 @@ class Batch(PackedCompletions):
     old_logprobs_T: Tensor | None
     """float32 [T]: the old log-probabilities of the importance ratio, at the sampling temperature. None: use those of
     the training pass, detached, which is correct until the step changes a weight."""
+    kl_T: Tensor | None = None
+    """float32 [T]: the exact KL at each token, with its gradient; None: it is estimated from `reference_logprobs_T`."""
     policy_weights_T: Tensor | None = None
     """float32 [T]: factors of the tokens' policy loss, computed over a whole minibatch; None: 1."""
     penalty_weights_T: Tensor | None = None

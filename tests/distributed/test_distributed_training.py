@@ -32,12 +32,17 @@ def weighing(function: str, **arguments: float) -> dict[str, Any]:
     return {"token_weights": {"function": function, "arguments": arguments}}
 
 
+EXACT_KL = {"coefficient": 0.1, "estimator": "exact"}
 FEW = {
     "ddp/plain": Case(double=True),
     "ddp/regularized in two epochs of minibatches": Case(double=True, **MATRIX["mu2_gr"]),
     "ddp/regularized by exact curvature": Case(double=True, **EXACT),
     "ddp/regularized by exact curvature, one rank with nothing to do": Case(double=True, **ONE, **EXACT),
     "ddp/KL": Case(**MATRIX["kl"]),
+    "ddp/exact KL in two epochs of minibatches": Case(double=True, kl=EXACT_KL, **MATRIX["mu2"]),
+    "fsdp2/exact KL of the largest 4, regularized": Case(
+        strategy="fsdp2", double=True, kl={**EXACT_KL, "top_k": 4}, **MATRIX["gr"]
+    ),
     "fsdp2/plain in two epochs of minibatches": Case(strategy="fsdp2", **MATRIX["mu2"]),
     "fsdp2/regularized": Case(strategy="fsdp2", double=True, **MATRIX["gr"]),
     "fsdp2/a corrected sampler, regularized in two epochs": Case(

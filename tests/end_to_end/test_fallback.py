@@ -10,7 +10,7 @@ import pytest
 from flatpeak.errors import UserError
 from flatpeak.pipeline.train import train
 from flatpeak.policy import model as policy
-from flatpeak.policy import packing as padded
+from flatpeak.policy import outputs
 from flatpeak.types import Batch
 from support.runs import Watcher, tiny_recipe
 
@@ -52,7 +52,7 @@ def test_no_pass_of_a_fallback_run_reads_more_padded_tokens_than_its_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[tuple[int, int]] = []
-    scored = padded.padded_token_logprobs
+    scored = outputs.padded_outputs
 
     def spy(model: Any, batch: Batch, **settings: Any) -> Any:
         rows = [
@@ -61,7 +61,7 @@ def test_no_pass_of_a_fallback_run_reads_more_padded_tokens_than_its_budget(
         read.append((len(rows), max(rows)))
         return scored(model, batch, **settings)
 
-    monkeypatch.setattr(policy, "padded_token_logprobs", spy)
+    monkeypatch.setattr(policy, "padded_outputs", spy)
     sections = {"gradient_regularization": {"strength": 0.1}, "kl": {"coefficient": 0.1}}
     train(recipe(tmp_path, training={"steps": 2, "micro_batch_tokens": 40}, **sections), progress=Watcher())
     assert max(count for count, _ in read) > 1

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flatpeak.policy.model import Policy
-from flatpeak.policy.packing import padded_token_logprobs
+from flatpeak.policy.outputs import padded_outputs
 from support.architectures import ARCHITECTURES, COMMON
 from support.models import tiny_model
 from support.policies import Tokenizer, gradients, largest_gap, plain_logprobs, tokens_and_weights, uneven_batch
@@ -35,7 +35,7 @@ def test_the_output_layer_reads_what_predicts_a_response_token_and_nothing_else(
     policy.head.linear.register_forward_hook(lambda module, given, found: rows.append(found.numel() // found.shape[-1]))
     weights_T = tokens_and_weights(batch)
     with policy.plain_attention():
-        logprobs_T, entropy_T = padded_token_logprobs(policy.causal, batch, temperature=0.7)
+        logprobs_T, entropy_T = padded_outputs(policy.causal, batch, temperature=0.7).logprobs()
     assert rows == [len(batch.tokens_T)]
     assert bool((entropy_T > 0).all())
     padded = gradients(policy, (weights_T * logprobs_T).sum())
@@ -64,7 +64,7 @@ class Twisted(nn.Module):
 def test_where_the_output_layer_is_not_given_hidden_states_all_logits_are_made_and_chosen_from() -> None:
     torch.manual_seed(0)
     model, batch = Twisted(), uneven_batch()
-    found_T, _ = padded_token_logprobs(model, batch, temperature=1.0)
+    found_T, _ = padded_outputs(model, batch, temperature=1.0).logprobs()
     pieces = []
     for p, tokens in zip(batch.prompt_N.tolist(), batch.tokens_T.split(batch.lengths_N.tolist()), strict=True):
         ids = torch.cat([torch.tensor(batch.prompts[p]), tokens])

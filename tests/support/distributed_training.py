@@ -56,7 +56,7 @@ class Case:
     objective: Mapping[str, Any] = field(default_factory=dict)
     advantage: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
-    kl: float = 0.0
+    kl: dict[str, Any] = field(default_factory=dict)
     scores: Literal["usual", "one"] = "usual"
     sampler_gap: float = 0.0
     """Nats by which the sampler's log-probabilities are lower than in the other cases."""
@@ -80,7 +80,7 @@ MATRIX: dict[str, dict[str, Any]] = {
     "lora_gr": {"lora": True, **REGULARIZED},
     "one": ONE,
     "one_gr": {**ONE, **REGULARIZED},
-    "kl": {"kl": 0.1},
+    "kl": {"kl": {"coefficient": 0.1}},
     "corrected_gr": {
         **TWICE,
         **REGULARIZED,
@@ -165,7 +165,7 @@ def make_trainer(case: Case, ranks: Ranks) -> Trainer:
     training = TrainingConfig(**{"steps": case.steps, "micro_batch_tokens": 40, **case.training})
     learner = build_learner(
         policy,
-        make_objective(ObjectiveConfig(**case.objective), KLConfig(coefficient=case.kl)),
+        make_objective(ObjectiveConfig(**case.objective), KLConfig(**case.kl)),
         OptimizerConfig(**{"learning_rate": 1e-2, "max_grad_norm": 0.5, **case.optimizer}),
         GradientRegularizationConfig(**case.regularization),
         temperature=1.0,

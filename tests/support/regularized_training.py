@@ -204,4 +204,5 @@ def make_regularized_trainer(
     trainer.sampler = FixedSampler(())
     trainer.sampler.groups = Repeated(zip(TOKENS, scored(policy, groups), strict=True))
     trainer.learner = make_learner(policy, micro_batch_tokens=training.micro_batch_tokens, **shared, **regularization)
+    trainer.learner.reference = reference
     return trainer

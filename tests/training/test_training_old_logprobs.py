@@ -148,12 +148,14 @@ def on_policy_step(seed: int, policy: Policy) -> tuple[dict[str, Any], dict[str,
         reference=snapshot(policy),
         **shared,
     )
+    reference = trainer.learner.reference
     trainer.learner = make_learner(
         policy,
         micro_batch_tokens=training.micro_batch_tokens or 1000,
         **shared,
         **REGULARIZATION[chosen["regularization"]],
     )
+    trainer.learner.reference = reference
     before = weights(policy)
     layers = training_layers(policy.causal, recompute=True, compiled=False) if chosen["recomputed"] else nullcontext()
     with layers:

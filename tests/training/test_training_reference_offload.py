@@ -191,8 +191,8 @@ def test_training_with_resets_keeps_its_bits_and_metrics(
         assert largest_difference(weights(plain.learner.policy), weights(offloaded.learner.policy)) == 0
         assert hosts[0].living == 0
     assert rows[1]["reference/resets"] == 2
-    saved = plain.resets.tensors(plain.reference)
-    ours = offloaded.resets.tensors(offloaded.reference)
+    saved = plain.resets.tensors(plain.learner.reference)
+    ours = offloaded.resets.tensors(offloaded.learner.reference)
     assert saved.keys() == ours.keys()
     assert all(torch.equal(tensor, ours[name]) for name, tensor in saved.items())
 
@@ -201,7 +201,7 @@ def test_a_checkpoint_brings_an_offloaded_reference_back(hosts: list[SimulatedHo
     rule = ReferenceConfig(reset_every=1)
     trainer = make_trainer(float32_policy, offload=True, rule=rule)
     trainer.train_step(1)
-    saved = {name: tensor.clone() for name, tensor in trainer.resets.tensors(trainer.reference).items()}
+    saved = {name: tensor.clone() for name, tensor in trainer.resets.tensors(trainer.learner.reference).items()}
     trainer.train_step(2)
     policy, again = tiny_policy(), ReferenceResets(rule)
     reference = snapshot(policy)
@@ -215,9 +215,9 @@ def test_a_checkpoint_brings_an_offloaded_reference_back(hosts: list[SimulatedHo
 def test_the_masters_path_copies_the_reference_once_for_all_minibatches(hosts: list[SimulatedHost]) -> None:
     trainer = make_trainer(coarse_policy, offload=True, rule=ReferenceConfig())
     (host,) = hosts
-    assert trainer.reference is not None
-    seen = watch_passes(trainer.reference, trainer.learner.policy, host)
-    own = len(own_weights(trainer.reference, trainer.learner.policy))
+    assert trainer.learner.reference is not None
+    seen = watch_passes(trainer.learner.reference, trainer.learner.policy, host)
+    own = len(own_weights(trainer.learner.reference, trainer.learner.policy))
     trainer.train_step(1)
     assert len(seen) >= 4  # two epochs of two minibatches
     assert host.fetched == own

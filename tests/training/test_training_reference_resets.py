@@ -207,13 +207,13 @@ def test_a_reset_gives_the_reference_the_values_of_the_policy_and_shares_only_fr
     make_policy: Callable[[], Policy],
 ) -> None:
     trainer = make(ReferenceConfig(reset_every=2), policy=make_policy())
-    policy, reference = trainer.learner.policy, trainer.reference
+    policy, reference = trainer.learner.policy, trainer.learner.reference
     assert reference is not None
     held, start = memory(reference), values(policy)
     frozen = {weight.data_ptr() for weight in policy.model.parameters() if not weight.requires_grad}
     for step in (1, 2, 3, 4):
         trainer.train_step(step)
-        assert trainer.reference is reference
+        assert trainer.learner.reference is reference
         assert memory(reference) == held
         assert held & memory(policy) == frozen
         assert reference.parameters() == []
@@ -243,7 +243,7 @@ def test_a_reference_that_is_another_model_is_replaced_by_the_policy(name: str) 
     policy = trainer.learner.policy
     metrics = run(trainer, 2)
     assert min(row[KL] for row in metrics) > 0.1
-    first = trainer.reference
+    first = trainer.learner.reference
     assert first is not None
     assert first is not other
     assert same(values(first), values(policy))
@@ -251,7 +251,7 @@ def test_a_reference_that_is_another_model_is_replaced_by_the_policy(name: str) 
     assert not memory(first) & (memory(policy) | memory(other))
     metrics += [trainer.train_step(step) for step in (3, 4, 5)]
     assert [row[KL] < ROUNDING for row in metrics] == [False, False, True, False, True]
-    assert trainer.reference is first
+    assert trainer.learner.reference is first
     assert [row[RESETS] for row in metrics] == [0, 1, 1, 2, 2]
 
 
@@ -351,9 +351,9 @@ def test_a_trainer_goes_on_from_its_tensors_bit_for_bit(
     resumed.load({"stage": begun.state(), "learner": begun.learner.state()}, saved)
     rows = [resumed.train_step(step) for step in range(stop + 1, 6)]
     assert same(values(resumed.learner.policy), values(whole.learner.policy))
-    assert resumed.reference is not None
-    assert whole.reference is not None
-    assert same(values(resumed.reference), values(whole.reference))
+    assert resumed.learner.reference is not None
+    assert whole.learner.reference is not None
+    assert same(values(resumed.learner.reference), values(whole.learner.reference))
     assert [(row[KL], row[RESETS]) for row in rows] == [(row[KL], row[RESETS]) for row in expected[stop:]]
     assert resumed.state() == whole.state()
     assert same(resumed.tensors(), whole.tensors())

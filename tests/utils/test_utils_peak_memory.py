@@ -162,7 +162,7 @@ def use_in(trainer: object, mark: Allocator) -> None:
     """Let sampling use 30, a pass of the reference 40, and an update 50."""
     for owner, name, used in (
         (trainer.sampler, "generate", 30),  # type: ignore[attr-defined]
-        (trainer.reference, "token_logprobs", 40),  # type: ignore[attr-defined]
+        (trainer.learner.reference, "token_logprobs", 40),  # type: ignore[attr-defined]
         (trainer.learner, "accumulate_gradients", 50),  # type: ignore[attr-defined]
     ):
         if owner is not None:

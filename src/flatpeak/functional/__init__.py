@@ -18,6 +18,7 @@ from flatpeak.functional.estimators import (
     pass_at_k,
     wilson_interval,
 )
+from flatpeak.functional.exact_kl import ExactKL, exact_kl
 from flatpeak.functional.kl import kl_k1, kl_k2, kl_k3
 from flatpeak.functional.logprobs import token_logprobs
 from flatpeak.functional.losses import *  # noqa: F403 - `__all__` of losses is the only list of losses
@@ -33,12 +34,14 @@ __all__ = [
     *sampler_correction.__all__,
     *token_weights.__all__,
     "Eigenvalue",
+    "ExactKL",
     "PairedDifference",
     "bootstrap_interval",
     "bradley_terry_loss",
     "calibration_error",
     "centering_penalty",
     "completion_weights",
+    "exact_kl",
     "group_advantages",
     "hessian_vector_product",
     "kl_k1",

@@ -6,7 +6,7 @@ logits, at the cost of one more matrix product.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,17 +49,40 @@ def token_logprobs(
     second differentiation raises RuntimeError. `chunk_size`, in tokens, changes only memory and speed; None chooses it.
     Raises ValueError for shapes or dtypes that do not match.
     """
-    hidden_TD, output_weight_VD, bias_V = _autocast(hidden_TD, output_weight_VD, bias_V)
+    hidden_TD, output_weight_VD, bias_V = cast_by_autocast(hidden_TD, output_weight_VD, bias_V)
     _check(hidden_TD, output_weight_VD, targets_T, bias_V, chunk_size)
     if temperature <= 0 or (softcap is not None and softcap <= 0):
         raise ValueError(f"temperature={temperature}, softcap={softcap}: give values above 0 (softcap=None is off)")
-    if chunk_size is None:
-        chunk_size = chunk_tokens(len(output_weight_VD), on_cpu=hidden_TD.device.type == "cpu")
-    head = _Head(
-        softcap=softcap, logit_scale=logit_scale, temperature=temperature, chunk_size=chunk_size, kept_T=kept_T
+    head = Head(
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        chunk_size=chunk_size or chunk_tokens(len(output_weight_VD), on_cpu=hidden_TD.device.type == "cpu"),
+        kept_T=kept_T,
     )
     logprobs_T, entropy_T = _TokenLogprobs.apply(hidden_TD, output_weight_VD, targets_T, bias_V, head)
     return logprobs_T, entropy_T
+
+
+def chunked_scores(
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    *,
+    bias_V: Tensor | None,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+) -> Tensor:
+    """z [C, V] of a chunk, as in `token_logprobs`, in at least float32."""
+    scores_CV = linear(hidden_CD, weight_VD, bias_V)
+    scores_CV = scores_CV.to(_result_dtype(scores_CV))
+    if logit_scale != 1:
+        scores_CV.mul_(logit_scale)
+    if softcap is not None:
+        scores_CV.div_(softcap).tanh_().mul_(softcap)
+    if temperature != 1:
+        scores_CV.div_(temperature)
+    return scores_CV
 
 
 def chunk_tokens(vocabulary: int, *, on_cpu: bool) -> int:
@@ -68,7 +91,9 @@ def chunk_tokens(vocabulary: int, *, on_cpu: bool) -> int:
     return max(least, budget // (vocabulary * _ROW_MULTIPLE) * _ROW_MULTIPLE)
 
 
-def _autocast(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def cast_by_autocast(
+    hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Cast as autocast does for a linear layer, so that the backward pass recomputes in the same dtype."""
     device = hidden_TD.device.type
     if not torch.is_autocast_enabled(device) or hidden_TD.dtype == torch.float64:
@@ -97,7 +122,7 @@ def _check(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Head:
+class Head:
     """The transformation from hidden states to the inputs of softmax, for chunks of tokens."""
 
     softcap: float | None
@@ -116,15 +141,14 @@ class _Head:
 
     def scores(self, hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
         """The chunk's z, [C, V] in at least float32, newly allocated."""
-        scores_CV = linear(hidden_CD, weight_VD, bias_V)
-        scores_CV = scores_CV.to(_result_dtype(scores_CV))
-        if self.logit_scale != 1:
-            scores_CV.mul_(self.logit_scale)
-        if self.softcap is not None:
-            scores_CV.div_(self.softcap).tanh_().mul_(self.softcap)
-        if self.temperature != 1:
-            scores_CV.div_(self.temperature)
-        return scores_CV
+        return chunked_scores(
+            hidden_CD,
+            weight_VD,
+            bias_V=bias_V,
+            softcap=self.softcap,
+            logit_scale=self.logit_scale,
+            temperature=self.temperature,
+        )
 
     def slope(self, scores_CV: Tensor) -> Tensor | float:
         """d z / d (h W^T + b), from z: tanh' = 1 - tanh^2."""
@@ -137,7 +161,7 @@ class _Head:
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, bias_V: Tensor | None, head: _Head
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, bias_V: Tensor | None, head: Head
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         logprobs_T = hidden_TD.new_empty(len(hidden_TD), dtype=_result_dtype(hidden_TD))
@@ -164,33 +188,55 @@ class _TokenLogprobs(torch.autograd.Function):
         if grad_entropy_T is not None and not bool(grad_entropy_T.any()):
             grad_entropy_T = None
 
-        needs_hidden, needs_weight, _, needs_bias, _ = ctx.needs_input_grad
-        with torch.no_grad(), torch.autocast(hidden_TD.device.type, enabled=False):
-            grads = _Gradients(
-                hidden_TD=torch.empty_like(hidden_TD) if needs_hidden else None,
-                weight_VD=_zeros_like(weight_VD) if needs_weight else None,
-                bias_V=_zeros_like(bias_V) if needs_bias else None,
+        def score_gradient(rows: slice, scores_CV: Tensor) -> Tensor:
+            return _score_gradient(
+                scores_CV,
+                targets_T[rows],
+                entropy_T[rows],
+                grad_logprobs_T[rows],
+                None if grad_entropy_T is None else grad_entropy_T[rows],
+                ctx.head.mask(rows, len(weight_VD)),
             )
-            for rows in ctx.head.chunks(len(hidden_TD)):
-                scores_CV = ctx.head.scores(hidden_TD[rows], weight_VD, bias_V)
-                slope = ctx.head.slope(scores_CV)
-                grad_CV = _score_gradient(
-                    scores_CV,
-                    targets_T[rows],
-                    entropy_T[rows],
-                    grad_logprobs_T[rows],
-                    None if grad_entropy_T is None else grad_entropy_T[rows],
-                    ctx.head.mask(rows, len(weight_VD)),
-                )
-                grads.add(grad_CV.mul_(slope), hidden_TD[rows], weight_VD, rows)
-                del scores_CV, slope, grad_CV
-            summed = (grads.hidden_TD, grads.weight_VD, grads.bias_V)
-            cast = [g if g is None else g.to(hidden_TD.dtype) for g in summed]
-        if torch.is_grad_enabled():
-            sources = [t for t in (hidden_TD, weight_VD, bias_V) if t is not None]
-            cast = [g if g is None else _DifferentiatedOnce.apply(g, *sources) for g in cast]
-        grad_hidden_TD, grad_weight_VD, grad_bias_V = cast
+
+        needs_hidden, needs_weight, _, needs_bias, _ = ctx.needs_input_grad
+        needs = (needs_hidden, needs_weight, needs_bias)
+        grad_hidden_TD, grad_weight_VD, grad_bias_V = head_gradients(
+            ctx.head, hidden_TD, weight_VD, bias_V, needs=needs, score_gradient=score_gradient
+        )
         return grad_hidden_TD, grad_weight_VD, None, grad_bias_V, None
+
+
+def head_gradients(
+    head: Head,
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    *,
+    needs: tuple[bool, bool, bool],
+    score_gradient: Callable[[slice, Tensor], Tensor],
+) -> list[Tensor | None]:
+    """The gradients of hidden states, weight and bias, where `needs` asks for them.
+
+    `score_gradient` gives d loss / d z [C, V] of a chunk, from its slice and its z, which it may overwrite.
+    """
+    needs_hidden, needs_weight, needs_bias = needs
+    with torch.no_grad(), torch.autocast(hidden_TD.device.type, enabled=False):
+        grads = _Gradients(
+            hidden_TD=torch.empty_like(hidden_TD) if needs_hidden else None,
+            weight_VD=_zeros_like(weight_VD) if needs_weight else None,
+            bias_V=_zeros_like(bias_V) if bias_V is not None and needs_bias else None,
+        )
+        for rows in head.chunks(len(hidden_TD)):
+            scores_CV = head.scores(hidden_TD[rows], weight_VD, bias_V)
+            slope = head.slope(scores_CV)
+            grad_CV = score_gradient(rows, scores_CV)
+            grads.add(grad_CV.mul_(slope), hidden_TD[rows], weight_VD, rows)
+            del scores_CV, slope, grad_CV
+        cast = [g if g is None else g.to(hidden_TD.dtype) for g in (grads.hidden_TD, grads.weight_VD, grads.bias_V)]
+    if torch.is_grad_enabled():
+        sources = [t for t in (hidden_TD, weight_VD, bias_V) if t is not None]
+        cast = [g if g is None else _DifferentiatedOnce.apply(g, *sources) for g in cast]
+    return cast
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,14 +7,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import call
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flatpeak.errors import UserError
-from flatpeak.functional.logprobs import token_logprobs
 from flatpeak.kernels.native.decode import NativeCache, PackedModel
 from flatpeak.policy.checkpoint_weights import named_weights, save_model
 from flatpeak.policy.compatibility import probe, unsupported
@@ -32,7 +31,8 @@ from flatpeak.policy.model_settings import (
 )
 from flatpeak.policy.native_decoding import KernelChoice
 from flatpeak.policy.native_training import make_native
-from flatpeak.policy.packing import ROW_MULTIPLE, PackedRow, fill, pack_batch, pack_prompts, padded_token_logprobs
+from flatpeak.policy.outputs import PackedOutputs, PaddedOutputs, padded_outputs
+from flatpeak.policy.packing import ROW_MULTIPLE, PackedRow, fill, pack_batch, pack_prompts
 from flatpeak.policy.precision import below_float32, master_weight
 from flatpeak.policy.training_attention import (
     ATTENTION_NAME,
@@ -46,6 +46,8 @@ from flatpeak.types import PackedCompletions
 from flatpeak.utils.adapters import dropout_modules, save_adapter
 from flatpeak.utils.host_memory import HostMemory, OffloadedWeights
 from flatpeak.utils.huggingface import no_progress_bar, save_tokenizer
+
+R = TypeVar("R")
 
 
 class Policy:
@@ -145,25 +147,37 @@ class Policy:
         Dropout, if the policy has any, is active exactly when gradients are. For exact curvature,
         `twice_differentiable` uses the plain model with explicit attention, at the cost of a [T, V] tensor.
         """
+        settings: dict[str, Any] = {"temperature": temperature, "twice_differentiable": twice_differentiable}
+        return self.read(batch, lambda outputs: outputs.logprobs(), **settings)
+
+    def read(
+        self,
+        batch: PackedCompletions,
+        function: Callable[[PackedOutputs | PaddedOutputs], R],
+        *,
+        temperature: float,
+        twice_differentiable: bool = False,
+    ) -> R:
+        """The value of a function of the outputs at response tokens; settings as of `token_logprobs`."""
         if torch.is_grad_enabled():
             self.kernels.release()
         if self.model.training != torch.is_grad_enabled():
             self.model.train(torch.is_grad_enabled())
-        scored: tuple[Tensor, Tensor] = self.enter(
-            lambda: self._token_logprobs(batch, temperature=temperature, twice_differentiable=twice_differentiable)
+        result: R = self.enter(
+            lambda: function(self._outputs(batch, temperature, twice_differentiable=twice_differentiable))
         )
-        return scored
+        return result
 
-    def _token_logprobs(
-        self, batch: PackedCompletions, *, temperature: float, twice_differentiable: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _outputs(
+        self, batch: PackedCompletions, temperature: float, *, twice_differentiable: bool
+    ) -> PackedOutputs | PaddedOutputs:
         if twice_differentiable:
             with self.plain_attention(), plain_layers(self.causal), sdpa_kernel(SDPBackend.MATH):
-                return padded_token_logprobs(self.causal, batch, temperature=temperature)
+                return padded_outputs(self.causal, batch, temperature=temperature)
         if not self.native:
-            return padded_token_logprobs(self.causal, batch, temperature=temperature)
+            return padded_outputs(self.causal, batch, temperature=temperature)
         self.use_kernels(self.kernels.trains(self))
-        return self.packed_logprobs(batch, temperature=temperature)
+        return self._packed_outputs(batch, temperature)
 
     def use_kernels(self, native: bool) -> None:
         """Use native kernels for packed passes if `native`, else torch."""
@@ -174,18 +188,12 @@ class Policy:
 
     def packed_logprobs(self, batch: PackedCompletions, *, temperature: float) -> tuple[Tensor, Tensor]:
         """`token_logprobs` by one packed pass of the model in its current mode."""
+        return self._packed_outputs(batch, temperature).logprobs()
+
+    def _packed_outputs(self, batch: PackedCompletions, temperature: float) -> PackedOutputs:
         row = pack_batch(batch)
         hidden_TD = self.hidden(row, PackedContext(row, native=self._uses_kernels)).index_select(0, row.source_T)
-        return token_logprobs(
-            hidden_TD,
-            self.head.linear.weight,
-            batch.tokens_T,
-            bias_V=self.head.linear.bias,
-            softcap=self.head.softcap,
-            logit_scale=self.head.logit_scale,
-            temperature=temperature,
-            kept_T=batch.kept_T,
-        )
+        return PackedOutputs(hidden_TD=hidden_TD, head=self.head, batch=batch, temperature=temperature)
 
     @property
     def below_float32(self) -> bool:

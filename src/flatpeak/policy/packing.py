@@ -5,7 +5,7 @@
 Everything in a model except attention reads the row as it is, without padding. Attention pads prompts and responses
 in groups of similar length (`by_length`), so that one long prompt does not lengthen the padding of short ones; the
 groups follow each other in the row. A model that does not support packing reads the same batch padded, with the prompt
-repeated for each completion (`padded_token_logprobs`, below).
+repeated for each completion (`padded_logits`, below).
 
 S counts the row's tokens (including filler), P its prompts, N its responses, T its response tokens.
 """
@@ -258,8 +258,8 @@ def by_length(lengths: Sequence[int], *, similar: bool = True) -> list[list[int]
     return [sorted(group) for group in groups]
 
 
-def padded_token_logprobs(model: Any, batch: PackedCompletions, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probability of, and entropy at, each response token, float32 [T], by the model's own padded forward pass."""
+def padded_logits(model: Any, batch: PackedCompletions) -> Tensor:
+    """The logits at each response token, at least float32 [T, V], by the model's own padded forward pass."""
     device = batch.tokens_T.device
     responses = batch.tokens_T.split(batch.lengths_N.tolist())
     rows = [
@@ -274,14 +274,10 @@ def padded_token_logprobs(model: Any, batch: PackedCompletions, *, temperature: 
     with _logits_only_at(model, source_T, input_ids.shape):
         logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
     # Logits have all positions if the hook below did not recognize the input of the output layer.
-    logits_TV = logits[0] if logits.shape[:2] != input_ids.shape else logits.flatten(0, 1).index_select(0, source_T)
-    logits_TV = (logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()) / temperature
-    logprobs_TV = torch.log_softmax(logits_TV, dim=-1)
-    chosen_T = logprobs_TV.gather(1, batch.tokens_T[:, None])[:, 0]
-    if batch.kept_T is not None:
-        kept_TV = batch.kept_T.mask(slice(None), logprobs_TV.shape[-1])
-        chosen_T = chosen_T - logprobs_TV.masked_fill(~kept_TV, -torch.inf).logsumexp(-1)
-    return chosen_T, -(logprobs_TV.exp() * logprobs_TV).sum(-1)
+    logits_TV: Tensor = (
+        logits[0] if logits.shape[:2] != input_ids.shape else logits.flatten(0, 1).index_select(0, source_T)
+    )
+    return logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from flatpeak.distributed.ranks import ALONE, Ranks
 from flatpeak.errors import RunError
+from flatpeak.functional.exact_kl import ExactKL
 from flatpeak.gradreg.guard import Report
 from flatpeak.gradreg.shards import full_tensor
 from flatpeak.policy.model import Policy
@@ -82,11 +83,18 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
         self.policy = policy
         self.layers = marked_layers(policy.model)
         self.objective = objective
+        self.reference: Policy | None = None
+        """The reference of the KL terms as it is now; None: there is none."""
         self.measured = measured
         self.temperature = temperature
         self.bound = MemoryBound(MICRO_BATCH_TOKENS, token_budget(micro_batch_tokens, policy.device))
         self.memory = PeakMemory(policy.device)
         """The peak of memory in each phase of a step."""
+
+    @property
+    def scored_reference(self) -> Policy | None:
+        """The reference, where a step scores it once: an exact KL needs its output in each pass of an update."""
+        return None if self.objective.kl.estimator == "exact" else self.reference
 
     @property
     def computed_by(self) -> dict[str, Any]:
@@ -202,15 +210,22 @@ class Learner(BaseLearner[Batch, PolicyStatistics]):
         Gradients are averaged over the ranks after the last one's backward pass. The plain model, which exact curvature
         goes through, pads.
         """
-        exact = self.twice_differentiable
-        padded = pads(self.policy, exact)
+        padded = pads(self.policy, self.twice_differentiable)
         for micro_batch in micro_batches(batch, self.micro_batch_tokens, padded=padded, parallel=self.parallel):
             self.before_pass()
-            yield on_trained_tokens(
-                micro_batch,
-                *self.policy.token_logprobs(micro_batch, temperature=self.temperature, twice_differentiable=exact),
-            )
+            yield on_trained_tokens(*self._outputs(micro_batch))
         self.parallel.average_gradients(self.policy.parameters())
+
+    def _outputs(self, batch: Batch) -> tuple[Batch, Tensor, Tensor]:
+        """The batch, the log-probabilities and the entropies; the batch with the exact KL, where the loss has that."""
+        settings: dict[str, Any] = {"temperature": self.temperature, "twice_differentiable": self.twice_differentiable}
+        if self.reference is None or self.scored_reference is not None:
+            return batch, *self.policy.token_logprobs(batch, **settings)
+        with self.reference.on_device(), self.reference.scoring():
+            scores = self.reference.read(batch, lambda outputs: outputs.scores(), **settings)
+        kl = ExactKL(reference=scores, top_k=self.objective.kl.top_k)
+        scored, kl_T = self.policy.read(batch, lambda outputs: (outputs.logprobs(), outputs.kl(kl)), **settings)
+        return replace(batch, kl_T=kl_T), *scored
 
     def score(self, model: Policy, batch: PackedCompletions) -> Tensor:
         """The log-probabilities [T] that an update's passes over this batch would compute with `model`, bit for bit."""
@@ -295,15 +310,13 @@ def uses_trainer_logprobs(learner: Learner) -> bool:
     return learner.policy.below_float32 or learner.objective.corrects_sampler
 
 
-def score_minibatches(
-    learner: Learner, minibatches: Iterable[Batch], *, reference: Policy | None
-) -> list[tuple[Batch, ...]]:
+def score_minibatches(learner: Learner, minibatches: Iterable[Batch]) -> list[tuple[Batch, ...]]:
     """The step's minibatches of all epochs, each in the subsets that an update takes, with old and reference log-probs.
 
     The old ones are the trainer's own. Those of the first minibatch are left to the update itself, whose pass computes
     them anyway; all others are computed here, while no weight has changed.
     """
-    divided = [learner.divide(minibatch) for minibatch in minibatches]
+    divided, reference = [learner.divide(minibatch) for minibatch in minibatches], learner.scored_reference
     with nullcontext() if reference is None else reference.on_device():  # once for all of them
         return [
             tuple(_scored(learner, batch, reference=reference, first=index == 0) for batch in batches)

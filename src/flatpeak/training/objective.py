@@ -250,7 +250,7 @@ class Objective:
             entropy=entropy_T.sum(),
             ratio=ratio_T.sum(),
             clipped=self.clipped(logprobs_T, batch).sum(),
-            kl=None if batch.reference_logprobs_T is None else self._kl(logprobs_T, batch).sum(),
+            kl=self._kl(logprobs_T, batch).sum() if _has_reference(batch) else None,
             max_ratio_gap=(token_ratio_T - 1).abs().max() if len(logprobs_T) else torch.zeros(()),
             weight=None if batch.policy_weights_T is None else batch.policy_weights_T.sum(),
             sampler=self._sampler_statistics(logprobs_T, batch),
@@ -294,6 +294,8 @@ class Objective:
 
     def _kl(self, logprobs_T: Tensor, batch: Batch) -> Tensor:
         """The KL of every token to the reference."""
+        if batch.kl_T is not None:
+            return batch.kl_T
         assert batch.reference_logprobs_T is not None  # a recipe with KL keeps a reference
         return KL_ESTIMATORS[self.kl.estimator](logprobs_T, batch.reference_logprobs_T)
 
@@ -333,6 +335,10 @@ def token_weight_inputs(parts: Sequence[tuple[Batch, Tensor, Tensor]], config: O
 def with_old_logprobs(batch: Batch, logprobs_T: Tensor) -> Batch:
     """The batch with these as old log-probabilities, detached, where it has none."""
     return batch if batch.old_logprobs_T is not None else replace(batch, old_logprobs_T=logprobs_T.detach())
+
+
+def _has_reference(batch: Batch) -> bool:
+    return batch.reference_logprobs_T is not None or batch.kl_T is not None
 
 
 def _old(batch: Batch) -> Tensor:

@@ -313,9 +313,14 @@ class KLConfig(StrictConfig):
 
     coefficient: Annotated[float, Field(ge=0)] = 0.0
     """The weight of the KL; 0: no penalty, and no reference is kept unless `reference` asks for one."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
+    estimator: Literal["k1", "k2", "k3", "exact"] = "k3"
     """The KL of each token, with d = log reference - log policy. k1: -d, unbiased, of either sign. k2: d^2 / 2, biased,
-    but as a loss its expected gradient is that of the KL. k3: exp(d) - d - 1, unbiased and never negative."""
+    but as a loss its expected gradient is that of the KL. k3: exp(d) - d - 1, unbiased and never negative. exact: the
+    sum over the vocabulary, without the noise of sampling, for a pass of the reference in each update; in the loss
+    only."""
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    """With estimator=exact: sum over so many of the policy's most probable tokens, and estimate the rest by the sampled
+    token (arXiv 2602.04417). null: sum over all."""
     placement: Literal["loss", "reward", "reward_to_go"] = "loss"
     """loss: `coefficient` times the KL of each token is added to its loss. reward: `coefficient` times a completion's
     KL, summed over its tokens, is subtracted from its reward. reward_to_go: `coefficient` times the KL of a token and
@@ -334,6 +339,11 @@ class KLConfig(StrictConfig):
     def _has_an_effect(self) -> KLConfig:
         if self.adaptive is not None and self.coefficient == 0:
             raise ValueError("kl.adaptive has no effect with kl.coefficient=0: remove it, or set kl.coefficient=0.01")
+        if self.estimator == "exact" and (self.placement != "loss" or self.ratio_weighted):
+            raise ValueError(
+                "kl.estimator=exact is a term of the loss at every context, with nothing to weigh: set "
+                "kl.placement=loss and kl.ratio_weighted=false, or kl.estimator=k1 with kl.placement=reward"
+            )
         if self.coefficient > 0 and self.estimator == "k1" and self.placement == "loss" and not self.ratio_weighted:
             raise ValueError(
                 "kl.estimator=k1 in the loss has zero expected gradient on-policy: use k3 or k2, "

@@ -82,7 +82,7 @@ class Trainer(StageTrainer):
         self.group_advantages = advantages
         self.sampler = sampler
         self.phases = phases
-        self.reference = reference
+        self.learner.reference = reference
         self.config = config
         self.reward_tensors = partial(
             reward_tensors,
@@ -193,9 +193,10 @@ class Trainer(StageTrainer):
         """
         completions = collate(groups, rewards.valid_PG, device=self.learner.policy.device)
         by_minibatch = uses_trainer_logprobs(self.learner)
-        if self.reference is None or (by_minibatch and not self.learner.objective.kl_in_reward):
+        reference = self.learner.scored_reference
+        if reference is None or (by_minibatch and not self.learner.objective.kl_in_reward):
             return completions
-        return replace(completions, reference_logprobs_T=self.learner.score(self.reference, completions))
+        return replace(completions, reference_logprobs_T=self.learner.score(reference, completions))
 
     def advantages(
         self, rewards: RewardTensors, completions: PackedCompletions, **inputs: Any
@@ -244,7 +245,7 @@ class Trainer(StageTrainer):
             for epoch in range(self.config.training.epochs_per_rollout)
         )
         if by_minibatch:
-            yield from score_minibatches(self.learner, chain.from_iterable(epochs), reference=self.reference)
+            yield from score_minibatches(self.learner, chain.from_iterable(epochs))
         else:
             yield from ((minibatch,) for minibatch in chain.from_iterable(epochs))
 
@@ -269,8 +270,8 @@ class Trainer(StageTrainer):
         self.recorder.rollouts(step, rollouts, advantages_PG)
         self.progression.step_done(self.phases, pass_rate=rollouts.pass_rate)
         policy, optimizer = self.learner.policy, self.learner.optimizer
-        self.reference = self.resets.after_step(
-            step, metrics, reference=self.reference, policy=policy, optimizer=optimizer
+        self.learner.reference = self.resets.after_step(
+            step, metrics, reference=self.learner.reference, policy=policy, optimizer=optimizer
         )
         staleness = staleness_metrics(rollouts.groups, version=step - 1)
         objective = self.learner.objective
@@ -293,7 +294,7 @@ class Trainer(StageTrainer):
 
     def tensors(self) -> dict[str, Tensor]:
         """The learner's tensors, and the reference's once it was reset."""
-        return super().tensors() | with_prefix(REFERENCE, self.resets.tensors(self.reference))
+        return super().tensors() | with_prefix(REFERENCE, self.resets.tensors(self.learner.reference))
 
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Continue from a checkpoint; the policy is the one saved there already."""
@@ -301,8 +302,8 @@ class Trainer(StageTrainer):
         super().load(state, others)
         stage = state["stage"]
         self.finished = stage["reached"] and self.recorder.history.reached(self.goal)
-        self.reference = self.resets.load(
-            stage["resets"], reference, reference=self.reference, policy=self.learner.policy
+        self.learner.reference = self.resets.load(
+            stage["resets"], reference, reference=self.learner.reference, policy=self.learner.policy
         )
         self.learner.objective = self.learner.objective.loaded(stage)
         self.progression = Progression(

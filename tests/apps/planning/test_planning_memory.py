@@ -162,6 +162,16 @@ def test_a_reference_is_a_copy_of_what_is_trained(tmp_path: Path, sections: dict
     assert "reference" not in phase(estimated(base), "update").items
 
 
+def test_an_exact_kl_needs_the_states_of_the_reference_and_four_more_arrays_of_a_chunk(tmp_path: Path) -> None:
+    base = saved_model(tmp_path)
+    plain, exact = (estimated(base, kl={"coefficient": 0.1, "estimator": name}) for name in ("k3", "exact"))
+    shape = planned(base).shape
+    tokens = exact.micro_batch_tokens
+    added = tokens * (4 * shape.hidden_size + 4 * 4 * shape.vocab_size)  # fewer than the tokens of a chunk
+    assert phase(exact, "update").items["exact KL"] == added
+    assert phase(exact, "update").total == phase(plain, "update").total + added
+
+
 def test_a_named_reference_is_a_model_of_its_own(tmp_path: Path) -> None:
     base = saved_model(tmp_path / "base")
     other = saved_model(tmp_path / "other", hidden_size=32)

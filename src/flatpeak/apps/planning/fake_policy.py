@@ -166,7 +166,7 @@ def fake_policy(settings: PassSettings, layers: int) -> Iterator[FakePolicy]:
 
 
 def _padded_logprobs(causal: Any, batch: Batch) -> Tensor:
-    """The log-probabilities of a padded batch, as from packing.padded_token_logprobs; lengths are equal here."""
+    """The log-probabilities of a padded batch, as from outputs.padded_outputs; lengths are equal here."""
     rows, tokens = len(batch.lengths_N), len(batch.tokens_T)
     with unset_fake_temporarily():
         input_ids = torch.zeros(rows, max(map(len, batch.prompts)) + tokens // rows, dtype=torch.int64)

@@ -40,6 +40,7 @@ from flatpeak.apps.planning.rollout_memory import (
 from flatpeak.apps.planning.workload import Minibatch, Workload, plan_minibatch, plan_sft_minibatch, share_of_rollouts
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
+from flatpeak.functional.logprobs import chunk_tokens
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.gradreg.parameters import choose_parameters
 from flatpeak.pipeline.policies import keeps_own_reference
@@ -174,7 +175,7 @@ class _Estimator:
         transient = self._transient(minibatch)
         items = {"activations": transient}
         if regularized:
-            items["regularization"] = self._regularization(transient=transient)
+            items |= {"regularization": self._regularization(transient=transient), "exact KL": self._exact_kl()}
         resident = self._state(optimizer) | others | {"gradients": self.inventory.gradients}
         kept = 0 if stage else self._kept_copies(minibatch)
         yield self._phase(f"{stage}update", resident | items, transient=transient, kept=kept)
@@ -252,8 +253,9 @@ class _Estimator:
         return {"reference average": FLOAT32 * self.inventory.trained_parameters} if averaged else {}
 
     def _staying_reference(self) -> dict[str, int]:
-        """The reference and its average, if they are on the device even when it does not score."""
-        return {} if self.config.reference.offload and not self.on_cpu else self.reference | self._average()
+        """The reference and its average, if they are on the device in an update, where an exact KL needs them."""
+        away = self.config.reference.offload and self.config.kl.estimator != "exact" and not self.on_cpu
+        return {} if away else self.reference | self._average()
 
     def _host(self) -> int:
         """The most host memory, in bytes, for offloading: torch rounds each pinned tensor up to a power of two."""
@@ -273,6 +275,15 @@ class _Estimator:
         except NoDryRunError:
             return self._rule_of_thumb(minibatch)
         return max(peak - self.inventory.gradients, 0)
+
+    def _exact_kl(self) -> int:
+        """The reference's hidden states of a micro-batch, and four more [C, V] of a chunk."""
+        if not self.reference or self.config.kl.estimator != "exact":
+            return 0
+        tokens, vocabulary = self.minibatch.tokens, self.model.vocabulary
+        chunk = min(tokens, chunk_tokens(vocabulary, on_cpu=self.on_cpu))
+        states = self.model.dtype.itemsize * tokens * int(self.model.shape.hidden_size)
+        return 4 * FLOAT32 * chunk * vocabulary + states
 
     def _scoring(self) -> int:
         try:
