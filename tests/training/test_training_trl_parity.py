@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -18,11 +18,23 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from flatpeak.policy.model import Policy
+from flatpeak.rewards.reward_set import CallersReward
 from flatpeak.training.config import TrainingConfig
 from flatpeak.training.objective_config import AdvantageConfig, KLConfig, ObjectiveConfig, TokenWeightsConfig
-from flatpeak.types import Group
+from flatpeak.types import Group, Scores
 from support.models import EOS, letter_tokenizer
-from support.training import SGD, completion, largest_difference, make_trainer, prompt, scored, tiny_policy, weights
+from support.regularized_training import Repeated
+from support.training import (
+    SGD,
+    FixedSampler,
+    completion,
+    largest_difference,
+    make_trainer,
+    prompt,
+    scored,
+    tiny_policy,
+    weights,
+)
 
 TOLERANCE = 1e-6
 MOVED = 1e-2
@@ -43,6 +55,13 @@ REWARDS = {
     "third": (0.0, 0.0, 0.25, 1.0),
     "fourth": (-1.0, 2.0, 0.375, 0.375),
 }
+SECOND_REWARDS = {
+    "first": (0.0, 1.0, 0.5, 1.0),
+    "second": (1.0, 0.0, 0.0, 0.0),
+    "third": (0.25, 0.25, 0.25, 0.25),
+    "fourth": (3.0, -2.0, 0.0, 1.0),
+}
+PART_WEIGHTS = {"correctness": 1.0, "second": 0.5}
 NORMALIZATIONS = {
     "grpo": "sequence_mean",
     "dapo": "token_mean",
@@ -74,6 +93,20 @@ class Case:
     top_entropy_quantile: float = 1.0
     off_policy_mask_threshold: float | None = None
     entropy_coef: float = 0.0
+    multi_objective_aggregation: str = "sum_then_normalize"
+    use_adaptive_entropy: bool = False
+    entropy_target: float = 0.2
+    entropy_coef_delta: float = 0.005
+
+    @property
+    def parts(self) -> bool:
+        """Whether a second reward is standardized by itself (GDPO)."""
+        return self.multi_objective_aggregation == "normalize_then_sum"
+
+    @property
+    def steps(self) -> int:
+        """Rollouts: an adaptive coefficient acts from the second on."""
+        return 2 if self.use_adaptive_entropy else 1
 
     def __str__(self) -> str:
         others = list(vars(self).items())[2:]
@@ -100,6 +133,9 @@ CASES = [
     Case(off_policy_mask_threshold=1e-3, num_iterations=2),
     Case(loss_type="dapo", entropy_coef=0.05),
     Case(loss_type="dapo", mask_truncated_completions=True, beta=0.3),
+    Case(multi_objective_aggregation="normalize_then_sum"),
+    Case(loss_type="dapo", use_adaptive_entropy=True, entropy_target=5.0, entropy_coef=0.2, entropy_coef_delta=0.3),
+    Case(loss_type="dapo", use_adaptive_entropy=True, entropy_target=0.1, entropy_coef=0.2),
 ]
 """Every value of every setting; below, all losses with each of them."""
 LOSSES = ("grpo", "dapo", "dr_grpo")
@@ -167,12 +203,18 @@ def trl_trainer(trl: Any, case: Case, directory: Path) -> Any:
             "completion_ids": [list(COMPLETIONS[name][index]) for name, index in rows],
             "logprobs": None,
             "fixed_reward": [REWARDS[name][index] for name, index in rows],
+            "second_reward": [SECOND_REWARDS[name][index] for name, index in rows],
         }
 
     def reward(completions: list[str], fixed_reward: list[float], **columns: Any) -> list[float]:
         return fixed_reward
 
+    def second(completions: list[str], second_reward: list[float], **columns: Any) -> list[float]:
+        return second_reward
+
     settings, trainer, config = dict(vars(case)), trl.GRPOTrainer, trl.GRPOConfig
+    if case.parts:
+        settings["reward_weights"] = list(PART_WEIGHTS.values())
     if settings["loss_type"] == "gmpo":
         gmpo = importlib.import_module("trl.experimental.gmpo")
         trainer, config = gmpo.GMPOTrainer, gmpo.GMPOConfig
@@ -182,7 +224,7 @@ def trl_trainer(trl: Any, case: Case, directory: Path) -> Any:
         per_device_train_batch_size=len(rows) // case.gradient_accumulation_steps,
         num_generations=4,
         max_completion_length=LIMIT,
-        max_steps=case.num_iterations,
+        max_steps=case.num_iterations * case.steps,
         optim="sgd",
         learning_rate=SGD.learning_rate,
         lr_scheduler_type="constant",
@@ -197,7 +239,7 @@ def trl_trainer(trl: Any, case: Case, directory: Path) -> Any:
     )
     return trainer(
         AutoModelForCausalLM.from_pretrained(directory / "model"),
-        reward_funcs=[reward],
+        reward_funcs=[reward, second] if case.parts else [reward],
         args=arguments,
         train_dataset=Dataset.from_list([{"prompt": name} for name in PROMPTS]),
         processing_class=letter_tokenizer(),
@@ -231,6 +273,42 @@ def token_weights(case: Case) -> TokenWeightsConfig:
     return TokenWeightsConfig()
 
 
+def entropy(case: Case) -> dict[str, Any]:
+    """The section's keys of the entropy bonus."""
+    if not case.use_adaptive_entropy:
+        return {"entropy_coefficient": case.entropy_coef}
+    rule = {"target": case.entropy_target, "step": case.entropy_coef_delta, "start": case.entropy_coef}
+    return {"adaptive_entropy": rule}
+
+
+def advantage(case: Case) -> AdvantageConfig:
+    """TRL's scaling of rewards, or of each of them, by flatpeak's names."""
+    if case.parts:
+        return AdvantageConfig(function="gdpo", arguments={"eps": 1e-4}, whiten="completions", eps=1e-4)
+    return AdvantageConfig(scale=SCALES[case.scale_rewards], eps=1e-4)
+
+
+class PartsReward(CallersReward):
+    """Both rewards, with their weights."""
+
+    weights = PART_WEIGHTS
+
+    def __init__(self) -> None:
+        super().__init__(self.both)
+
+    def both(self, groups: Sequence[Group]) -> Scores:
+        """The weighted sum and its parts."""
+        parts = {
+            name: [list(rewards[group.prompt.id]) for group in groups]
+            for name, rewards in zip(PART_WEIGHTS, (REWARDS, SECOND_REWARDS), strict=True)
+        }
+        total = [
+            [first + 0.5 * second for first, second in zip(*rows, strict=True)]
+            for rows in zip(*parts.values(), strict=True)
+        ]
+        return Scores(total=total, parts=parts)
+
+
 def flatpeak_step(case: Case) -> tuple[Policy, dict[str, float]]:
     """The policy after flatpeak's step, and what the step reports."""
     policy = tiny_policy()
@@ -250,16 +328,24 @@ def flatpeak_step(case: Case) -> tuple[Policy, dict[str, float]]:
             clip_high=case.epsilon_high,
             cap=case.epsilon_high,
             truncated="mask" if case.mask_truncated_completions else "keep",
-            entropy_coefficient=case.entropy_coef,
+            **entropy(case),
             token_weights=token_weights(case),
         ),
         kl=KLConfig(coefficient=case.beta, ratio_weighted=case.use_bias_correction_kl),
-        advantage=AdvantageConfig(scale=SCALES[case.scale_rewards], eps=1e-4),
+        advantage=advantage(case),
         training=TrainingConfig(steps=1, epochs_per_rollout=case.num_iterations, micro_batch_tokens=40),
         reference=reference,
         temperature=case.temperature,
     )
-    return policy, trainer.train_step(1)
+    if case.parts:
+        trainer.phases = tuple(replace(phase, reward=PartsReward()) for phase in trainer.phases)
+    metrics = trainer.train_step(1)
+    for step in range(2, case.steps + 1):
+        again = FixedSampler(scored(policy, groups(case.temperature), temperature=case.temperature))
+        again.groups = Repeated(again.groups)
+        trainer.sampler = again
+        metrics = trainer.train_step(step)
+    return policy, metrics
 
 
 @pytest.mark.parametrize(
