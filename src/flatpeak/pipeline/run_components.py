@@ -75,7 +75,11 @@ def open_components(
                 evaluator=components.stoppable_evaluator(lambda: run.stop.signal is not None),
                 evaluation=config.evaluation,
                 record=make_prompt_record(config, task=components.task, objects=objects.names),
-                size=CheckpointSize.of(policy.model, config.optimizer if rl else config.sft.optimizer),
+                size=CheckpointSize.of(
+                    policy.model,
+                    config.optimizer if rl else config.sft.optimizer,
+                    reference=config.reference if rl else None,
+                ),
                 steps=(config.sft.steps, config.training.steps if rl else 0),
                 zero_advantages=zero_advantages,
                 # Rewards check themselves once the run's name is taken, since a judge is paid.

@@ -9,7 +9,7 @@ parts' states put together are those of one process, and any number of ranks goe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from flatpeak.errors import UserError
 from flatpeak.gradreg.shards import distribute_like, gathered
+from flatpeak.policy.config import ReferenceConfig
 from flatpeak.training.config import OptimizerConfig
 from flatpeak.utils.adapter_base import is_of_adapter
 from flatpeak.utils.host_memory import HostMemory
@@ -247,21 +248,33 @@ class CheckpointSize:
     """The weights as saved: under adapters these alone."""
     optimizer: int
     """Masters and moments."""
+    reference: int = 0
+    """A reference that moves."""
 
     @classmethod
-    def of(cls, model: nn.Module, optimizer: OptimizerConfig) -> CheckpointSize:
-        """The size of the checkpoints of a model that this optimizer trains."""
+    def of(
+        cls, model: nn.Module, optimizer: OptimizerConfig, *, reference: ReferenceConfig | None = None
+    ) -> CheckpointSize:
+        """The size of the checkpoints of a model that this optimizer trains, with this rule of the reference."""
         weights = dict(model.named_parameters())
         adapters = sum(weight.nbytes for name, weight in weights.items() if is_of_adapter(name))
         return cls(
             model=adapters or sum(weight.nbytes for weight in weights.values()),
             optimizer=sum(one.master + one.moments(optimizer) for one in trained_weights(model)),
+            reference=0 if reference is None else moved_reference_bytes(trained_weights(model), reference),
         )
 
     @property
     def total(self) -> int:
         """Bytes of all files."""
-        return self.model + self.optimizer
+        return self.model + self.optimizer + self.reference
+
+
+def moved_reference_bytes(trained: Iterable[TrainedWeight], reference: ReferenceConfig) -> int:
+    """Bytes of the reference in a checkpoint: none while it stays the initial one, float32 for an average."""
+    if not reference.moves:
+        return 0
+    return sum(one.stored if reference.ema is None else FLOAT32 * one.elements for one in trained)
 
 
 def trained_weights(model: nn.Module) -> tuple[TrainedWeight, ...]:

@@ -47,11 +47,22 @@ def test_a_checkpoint_has_weights_masters_and_moments_and_of_adapters_no_base(tm
     assert checkpoint_bytes(full, OptimizerConfig(name="sgd")) == 4 * full.parameters
 
 
-@pytest.fixture
-def run(recipe: Callable[..., Any], train: Callable[..., Any]) -> tuple[dict[str, Any], Path]:
+REFERENCES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "reset": {"kl": {"coefficient": 0.1}, "reference": {"reset_every": 1}},
+    "average in bfloat16": {"kl": {"coefficient": 0.1}, "reference": {"ema": 0.9}, "model": {"dtype": "bfloat16"}},
+}
+
+
+@pytest.fixture(params=REFERENCES)
+def run(
+    recipe: Callable[..., Any], train: Callable[..., Any], request: pytest.FixtureRequest
+) -> tuple[dict[str, Any], Path]:
     """A recipe of a wider model, and the directory of its run."""
     sizes = {"hidden_size": 64, "intermediate_size": 256}
-    config = merge(recipe(run={"checkpoint_every": 1}), {"model": {"new": {"config": sizes}}})
+    config = merge(
+        recipe(run={"checkpoint_every": 1}, **REFERENCES[request.param]), {"model": {"new": {"config": sizes}}}
+    )
     return config, train(config, reward={"correctness": varied}, progress=False).path
 
 

@@ -14,6 +14,7 @@ from flatpeak.apps.planning.workload import Workload, plan_workload
 from flatpeak.config.run_config import RunConfig
 from flatpeak.runs.disk_space import free_bytes
 from flatpeak.training.config import OptimizerConfig
+from flatpeak.training.master_weights import moved_reference_bytes
 
 TIGHT: Final = 0.95
 """The share of a device's memory above which a plan says that it is tight."""
@@ -161,6 +162,7 @@ def in_gib(size: int) -> float:
 def plan_disk(config: RunConfig, work: Workload, inventory: Inventory) -> Disk:
     """The disk that a run needs; the checkpoints of SFT are kept next to those of RL."""
     checkpoint = checkpoint_bytes(inventory, config.optimizer if work.steps else config.sft.optimizer)
+    checkpoint += moved_reference_bytes(inventory.trained, config.reference) if work.steps else 0
     every = config.run.log_rollouts_every
     return Disk(
         checkpoint=checkpoint,
