@@ -29,7 +29,8 @@ use_vllm  vllm_mode  vllm_importance_sampling_cap  gpu_memory_utilization  fast_
 use_peft  peft_config  lora_r  lora_alpha  lora_dropout  lora_target_modules  load_in_4bit  load_in_8bit
 bf16  fp16  gradient_checkpointing  use_liger_kernel  use_liger_loss  deepspeed  fsdp  nproc_per_node
 eval_strategy  eval_steps  per_device_eval_batch_size  save_steps  save_total_limit  push_to_hub
-report_to  logging_steps  log_completions  remove_unused_columns  tools
+report_to  logging_steps  log_completions  remove_unused_columns
+tools  environment_factory  max_tool_calling_iterations
 """
 
 VERL: Final = """
@@ -39,6 +40,8 @@ data.train_files  data.val_files  data.train_batch_size  data.max_prompt_length 
 actor_rollout_ref.rollout.n  actor_rollout_ref.rollout.temperature  actor_rollout_ref.rollout.name=vllm
 actor_rollout_ref.rollout.gpu_memory_utilization  actor_rollout_ref.rollout.tensor_model_parallel_size
 actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu
+actor_rollout_ref.rollout.multi_turn  multi_turn.enable  multi_turn.max_assistant_turns  multi_turn.tool_config_path
+multi_turn.max_tool_response_length
 actor_rollout_ref.actor.ppo_mini_batch_size  actor_rollout_ref.actor.ppo_micro_batch_size
 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu  actor_rollout_ref.actor.ppo_max_token_len_per_gpu
 actor_rollout_ref.actor.ppo_epochs  actor_rollout_ref.actor.optim.lr
@@ -70,13 +73,14 @@ micro_rollout_batch_size  train_batch_size  micro_train_batch_size  num_episodes
 critic_learning_rate  advantage_estimator  advantage_estimator=group_norm  advantage_estimator=dr_grpo
 advantage_estimator=rloo  advantage_estimator=reinforce  advantage_estimator=gae
 eps_clip  eps_clip_low_high  init_kl_coef  use_kl_loss  remote_rm_url  lora_rank  lora_alpha  load_in_4bit
-bf16  gradient_checkpointing  save_steps  eval_steps  logging_steps
+bf16  gradient_checkpointing  save_steps  eval_steps  logging_steps  agent_func_path
 """
 
 SAME: Final = {
     "learning_rate": "optimizer.learning_rate",
     "actor_rollout_ref.model.path": "model.path",
     "actor_rollout_ref.rollout.temperature": "rollout.temperature",
+    "tools": "tools",
 }
 """Names whose last word is the same here, which the command line answers with "did you mean"."""
 
@@ -168,7 +172,9 @@ Two more differences:
 
 | Missing | Instead |
 |---|---|
-| tools and episodes of several turns | |
+| servers of environments, adapters for gym | [tools and environments](agents.md) in Python |
+| calls as XML in a chat template | calls as JSON, or plain text ([agents](agents.md)) |
+| rewards or advantages per turn | one reward per episode |
 | a critic, GAE, PPO with a value model | baselines of a group ([algorithms](algorithms.md#advantages)) |
 | DeepSpeed, Megatron | [DDP and FSDP2](scaling.md) |
 | tensor parallelism in training | in vLLM servers only ([engines](engines.md)) |
@@ -184,7 +190,8 @@ PEERS: Final = {
     "OpenRLHF": OPENRLHF.split(),
 }
 _KEY: Final = re.compile(
-    r"extends: flatpeak:[\w/]+|flatpeak (?:push|serve)[^,;]*|(?<![\w:/.-])[a-z_]+(?:\.[A-Za-z0-9_]+)+(?:=[^\s,;]+)?"
+    r"(?:tools|environment)=[^\s,;]+|extends: flatpeak:[\w/]+|flatpeak (?:push|serve)[^,;]*"
+    r"|(?<![\w:/.-])[a-z_]+(?:\.[A-Za-z0-9_]+)+(?:=[^\s,;]+)?"
 )
 
 
@@ -194,7 +201,8 @@ def answer(name: str) -> str:
     found = translate(key.split("."), value)  # without a value, no row for a value
     if found is None:
         return f"`{SAME[name]}`"
-    text = found.removeprefix(HERE).replace("docs/algorithms.md", "[algorithms](algorithms.md)")
+    text = found.removeprefix(HERE)
+    text = re.sub(r"docs/(algorithms|agents)\.md", r"[\1](\1.md)", text)
     return _KEY.sub(lambda match: match[0] if match[0].endswith(".md") else f"`{match[0]}`", text)
 
 

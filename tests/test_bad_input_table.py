@@ -7,10 +7,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from flatpeak.config.load import apply_overrides, load_recipe, parse_config
+from flatpeak.episodes.build import episode_prompts, read_environment
 from flatpeak.errors import UserError
 from flatpeak.tasks.config import build_task
 from support.tables import read_tables
@@ -48,12 +50,15 @@ def write_files(row: dict[str, Any]) -> None:
 
 
 def read(row: dict[str, Any]) -> None:
-    """Load the recipe of a row, apply its overrides, and make the task, if that is what the row is about."""
+    """Load the recipe of a row, apply its overrides, make its task, if the row is about that, and read its tools."""
     recipe = {"task": row["task"]} if "task" in row else row.get("recipe", {})
     loaded = load_recipe(recipe) if isinstance(recipe, str) else recipe
     config = parse_config(apply_overrides(BASE | loaded, row.get("set", [])))
     if "task" in row:
         build_task(config.task)
+    environment = read_environment(config.tools, config.environment)
+    if environment is not None:
+        episode_prompts(config.prompt, environment, config.episodes, Mock())
 
 
 @pytest.mark.parametrize("row", cases())

@@ -29,8 +29,9 @@ from flatpeak.runs.directory import RUN_FILES
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.tasks.dataset import task_of
 from flatpeak.training.objective_config import AdvantageConfig, KLConfig, ObjectiveConfig
+from flatpeak.training.step_metrics import episode_metrics
 from flatpeak.training.user_functions import make_advantages, make_objective
-from flatpeak.types import Completion, Example, Group, Prompt, Score
+from flatpeak.types import Completion, Example, Group, Prompt, Score, ToolCall, Turn
 from flatpeak.utils.peak_memory import ProcessPeak
 from support.recipes import unsaid
 from support.reward_functions import varied
@@ -46,6 +47,7 @@ DOCUMENTS = [
 TEXTS = [*DOCUMENTS, *sorted(ROOT.glob("examples/*.py"))]
 SOURCES = [path for path in sorted((ROOT / "src").rglob("*")) if path.suffix in (".py", ".yaml")]
 PARTS, TASK = ("correctness", "neat"), "sums"
+COMPLETION = Completion(token_ids=(0,), logprobs=(0.0,), finish_reason="length")
 
 
 def read(path: Path) -> str:
@@ -70,7 +72,8 @@ def general(name: str) -> str:
     """A metric's name as the documents write it."""
     name = re.sub(r"@\d+$", "@k", name.replace(f"eval/{TASK}/", "eval/<task>/"))
     name = name.replace(f"reward/{TASK}/mean", "reward/<task>/mean").replace("eval/mixture/", "eval/<task>/")
-    name = re.sub(r"(robustness)/\w+$", r"\1/<kind>", name)
+    name = re.sub(r"(robustness|episodes/failed)/\w+$", r"\1/<kind>", name)
+    name = re.sub(r"(episodes/ended)/\w+$", r"\1/<reason>", name)
     name = re.sub(r"(sharpness/\w*fall)_[\d.]+", r"\1_<radius>", name)
     for component in PARTS:
         name = name.replace(f"reward/{component}/", "reward/<part>/")
@@ -148,6 +151,9 @@ def test_docs_define_just_the_metrics_that_a_run_writes(recipe: Callable[..., An
     mixture = recipe(training={"steps": 1}, evaluation={"every": 0})
     mixture["tasks"] = [{"task": mixture.pop("task"), "name": TASK}]
     rows += read_metrics(train(mixture, overwrite=True).path / "metrics.jsonl")
+    call = ToolCall(name="add", failure="raised")
+    episode = replace(COMPLETION, turns=(Turn(sampled=1, calls=(call,)),), stop_reason="max_turns")
+    rows.append({"stage": "train", **episode_metrics([episode])})
     assert {row["stage"] for row in rows} == {"sft", "train", "eval"}
     defined = defined_metrics()
     if not ProcessPeak().reset():  # in a sandbox, or on another system than Linux

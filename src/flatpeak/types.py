@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
     from flatpeak.functional.kept_tokens import KeptTokens, TokenSet
 
+Score = float | None
+"""A reward, or None where it is missing (a grader failed, a judge did not answer). Missing is never 0."""
 FinishReason = Literal["stop", "length"]
+StopReason = Literal["answered", "done", "max_turns", "max_calls", "max_tokens", "timeout", "failed", "unbridgeable"]
+"""answered: a turn without a call. done: the environment said so. max_turns, max_calls, max_tokens, timeout: a limit of
+`episodes`. failed: the environment raised or was lost, so that the reward is missing. unbridgeable: the chat template
+cannot continue the tokens that were sampled."""
 Message = Mapping[str, str]
 
 
@@ -96,6 +102,35 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCall:
+    """A call that the policy wrote, and its answer."""
+
+    name: str
+    """The tool's name as written; empty where no name could be read."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """The arguments by name, as written."""
+    answer: str = ""
+    """The text that the policy read as the answer, an error's message included."""
+    failure: str | None = None
+    """malformed, unknown_tool, bad_arguments, raised, timeout, memory, died or too_long; None: it did not fail."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """A message of the policy in an episode, and what answered it."""
+
+    sampled: int
+    """The number of tokens that the policy sampled."""
+    added: int = 0
+    """The number of tokens that were added after them: read by the policy, and not trained on."""
+    text: str = ""
+    """The sampled tokens decoded, without special tokens."""
+    calls: tuple[ToolCall, ...] = ()
+    answer: str = ""
+    """The text that answered the turn: of its calls, or an environment's observation; empty for the last turn."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
     """One sampled answer. Tokens are as sampled; text is for reading and grading and is never tokenized again."""
 
@@ -116,6 +151,27 @@ class Completion:
     """Whether each token is trained on; None: all. The policy reads the others, and did not sample them."""
     weight_version: int | None = None
     """The number of weight updates of the servers that drew it; None for engines that use the trainer's weights."""
+    turns: tuple[Turn, ...] = ()
+    """The turns of an episode with tools or an environment; empty without these. `text` is that of the last one."""
+    stop_reason: StopReason | None = None
+    """The reason why an episode ended; None without tools or an environment."""
+    reward: Score = None
+    """The reward that the episode's environment gave; None where it gave none."""
+
+    @property
+    def transcript(self) -> str:
+        """Its text; of an episode, the texts of all turns and their answers, to be read and not to be parsed."""
+        if len(self.turns) < 2:
+            return self.text
+        lines = (text for turn in self.turns for text in (turn.text, f"-> {turn.answer}" if turn.answer else ""))
+        return "\n".join(line for line in lines if line)
+
+    @property
+    def sampled_ids(self) -> tuple[int, ...]:
+        """The tokens that the policy sampled: all but those that were added between turns."""
+        if self.trained is None:
+            return self.token_ids
+        return tuple(token for token, sampled in zip(self.token_ids, self.trained, strict=True) if sampled)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,10 +182,6 @@ class Group:
     completions: tuple[Completion, ...]
     version: int | None = None
     """The version of the policy that drew it (its number of steps); None if the sampler does not report it."""
-
-
-Score = float | None
-"""A reward, or None where it is missing (a grader failed, a judge did not answer). Missing is never 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

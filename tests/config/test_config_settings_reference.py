@@ -62,6 +62,8 @@ def recipe_with(section: Section) -> dict[str, Any]:
         recipe = merge(recipe, nested(*variant.split("=")))
     if section.variants[-1:] == ("rewards.<name>.type=judge",):
         recipe = merge(recipe, nested("rewards.<name>.backend", {"type": "custom", "factory": "judge.py:make"}))
+    if section.variants[-1:] == ("rewards.<name>.type=environment",):
+        recipe["environment"] = "game.py:Game"
     if section.key == "training.stop_when":
         recipe = merge(recipe, nested("training.stop_when.above", 0.9))
     for one, setting in ALL:
@@ -232,7 +234,7 @@ def test_values_are_read_back_as_they_were(value: Any) -> None:
 
 def test_values_that_begin_a_line_stay_as_recipes_write_them() -> None:
     text = to_text(settings_reference("rewards"), width=500)
-    assert "    number, exact, format, choice, length, countdown," in text
+    assert "    number, exact, format, choice, length, environment, countdown," in text
     assert "    whole, answer_tag, gsm8k_strict," in text
     assert "    Whole number of at least 1. Processes" in text
 

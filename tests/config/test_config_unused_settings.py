@@ -48,6 +48,28 @@ def test_a_file_of_preferences_replaces_the_data_set_of_the_recipe() -> None:
     assert (config.task.path, config.task.test_fraction) == ("pairs.jsonl", 0.1)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "kept"),
+    [
+        (["environment=mine.py:Game"], ([], "mine.py:Game", 3)),
+        (["tools=[]"], ([], None, 8)),
+        (["tools=[mine.py:add]"], (["mine.py:add"], None, 3)),
+        (["tools=[]", "environment=mine.py:Game"], ([], "mine.py:Game", 3)),
+    ],
+)
+def test_an_environment_replaces_the_tools_of_a_recipe_and_neither_leaves_no_episodes(
+    overrides: list[str], kept: tuple[list[str], str | None, int]
+) -> None:
+    base = {**load_recipe("flatpeak:calculator"), "episodes": {"max_turns": 3}}
+    config = parse_config(apply_overrides(base, overrides))
+    assert (list(config.tools), config.environment, config.episodes.max_turns) == kept
+
+
+def test_tools_replace_the_environment_of_a_recipe() -> None:
+    config = parse_config(apply_overrides(MODEL | {"environment": "mine.py:Game"}, ["tools=[mine.py:add]"]))
+    assert (config.tools, config.environment) == (("mine.py:add",), None)
+
+
 def test_what_extends_a_recipe_drops_the_same(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(
         "extends: [flatpeak:algorithms/dapo, flatpeak:algorithms/reinforce]\nmodel: {path: x}\n", encoding="utf-8"

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "src" / "flatpeak"
 BANNED_WORDS: Final = frozenset(
     {
         *("serving", "stated", "layout", "shown", "tally", "wire", "forms", "ledger", "examiner", "breaker", "journal"),
-        *("shaping", "passes", "products", "workspace", "spans", "figures", "seal", "running", "turns", "rounds"),
+        *("shaping", "passes", "products", "workspace", "spans", "figures", "seal", "running", "rounds"),
         *("told", "heed", "nobody", "places", "found"),
     }
 )

@@ -29,7 +29,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"protocols"}),
     frozenset({"utils"}),
     frozenset({"tasks", "rollout", "rewards", "policy", "gradreg", "runs", "tracking"}),
-    frozenset({"distributed"}),
+    frozenset({"distributed", "episodes"}),
     frozenset({"evaluation"}),
     frozenset({"training"}),
     frozenset({"integrations"}),

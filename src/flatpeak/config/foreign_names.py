@@ -18,6 +18,8 @@ _TRACKERS: Final = "tracking.wandb, tracking.tensorboard, tracking.trackio or tr
 _FUNCTION: Final = "rewards.NAME.type=function and rewards.NAME.function=file.py:name"
 _ROWS: Final = "task.type=rows and task.train.0.path"
 _SERVER: Final = "an argument of the server: flatpeak serve MODEL -- --"
+_TOOLS: Final = "tools=[file.py:name]"
+_ACTS: Final = f"{_TOOLS}, or environment=file.py:Class (docs/agents.md)"
 _CRITIC: Final = f"{_NONE}: baselines are those of a group, without a critic"
 _LIGER: Final = f"{_NONE}: logits are computed in chunks, training.micro_batch_tokens bounds the memory of a pass"
 _SHARDS: Final = f"{_NONE}: distributed.strategy=fsdp2 shards weights and optimizer"
@@ -53,6 +55,7 @@ FOREIGN_NAMES: Final = {
     "advantage_estimator": _LOSS,
     "advantage_estimator=gae": _CRITIC,
     "advantage_estimator=group_norm": "a recipe: extends: flatpeak:algorithms/grpo",
+    "agent_func_path": "environment=file.py:Class, whose step answers each message (docs/agents.md)",
     "batch_size": _BATCH,
     "beta": "kl.coefficient",
     "bf16": "model.dtype=bfloat16",
@@ -77,6 +80,7 @@ FOREIGN_NAMES: Final = {
     "entropy_target": "objective.adaptive_entropy.target",
     "eps_clip": _CLIP,
     "eps_clip_low_high": _CLIP,
+    "environment_factory": "environment=file.py:Class (docs/agents.md)",
     "epsilon": _CLIP,
     "epsilon_high": "objective.clip_high",
     "eval_steps": "evaluation.every",
@@ -121,17 +125,22 @@ FOREIGN_NAMES: Final = {
     "lr": "optimizer.learning_rate",
     "lr_scheduler_type": "optimizer.schedule",
     "mask_truncated_completions": "objective.truncated=mask",
+    "max_assistant_turns": "episodes.max_turns",
     "max_completion_length": "rollout.max_new_tokens",
     "max_prompt_length": "prompt.max_tokens and prompt.overlong",
     "max_response_length": "rollout.max_new_tokens",
     "max_seq_length": "prompt.max_tokens and rollout.max_new_tokens",
     "max_steps": "training.steps",
+    "max_tool_calling_iterations": "episodes.max_turns, which is one more: after the last turn no tool is called",
+    "max_tool_response_length": "episodes.answer_tokens, in tokens",
     "micro_batch_size": _MEMORY,
     "micro_rollout_batch_size": "rollout.max_rows",
     "micro_train_batch_size": _MEMORY,
     "min_p": "rollout.min_p",
     "model_name_or_path": "model.path",
     "multi_objective_aggregation": "advantage.function=gdpo",
+    "multi_turn": _ACTS,
+    "multi_turn.enable": _ACTS,
     "n": "rollout.group_size",
     "n_gpus_per_node": _PROCESSES,
     "n_samples_per_prompt": "rollout.group_size",
@@ -193,7 +202,7 @@ FOREIGN_NAMES: Final = {
     "tensor_model_parallel_size": f"{_SERVER}tensor-parallel-size",
     "test_freq": "evaluation.every",
     "tis_imp_ratio_cap": "objective.sampler_correction.type=truncate and objective.sampler_correction.cap",
-    "tools": f"{_NONE}: no tools and no episodes of several turns",
+    "tool_config_path": _TOOLS,
     "top_entropy_quantile": "objective.token_weights.function=top_entropy",
     "total_epochs": _STEPS,
     "total_training_steps": "training.steps",

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from flatpeak.config.distribution import refuse_undistributable
 from flatpeak.config.unused_settings import refuse_unused
 from flatpeak.distributed.config import DistributedConfig
+from flatpeak.episodes.config import EpisodesConfig
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.policy.config import ModelConfig, ReferenceConfig
@@ -32,6 +33,7 @@ __all__ = [
     "AdvantageConfig",
     "CurriculumConfig",
     "DistributedConfig",
+    "EpisodesConfig",
     "EvaluationConfig",
     "GradientRegularizationConfig",
     "KLConfig",
@@ -69,6 +71,13 @@ class RunConfig(StrictConfig):
     """A mixture of tasks in place of `task`, each with its share of the prompts (docs/tasks.md)."""
     prompt: PromptConfig = PromptConfig()
     rollout: RolloutConfig = RolloutConfig()
+    tools: tuple[str, ...] = ()
+    """Functions that the policy may call, file.py:name or module:name: their type hints and docstrings describe them
+    (docs/agents.md)."""
+    environment: str | None = None
+    """A class whose methods are tools or steps, file.py:name or module:name, in place of `tools`; null: none
+    (docs/agents.md)."""
+    episodes: EpisodesConfig = EpisodesConfig()
     rewards: dict[str, RewardConfig] = Field(default={"correctness": NumberConfig()}, min_length=1)
     """The components of the reward, by names of your choice; each type of reward has its own keys."""
     advantage: AdvantageConfig = AdvantageConfig()
@@ -85,6 +94,24 @@ class RunConfig(StrictConfig):
     evaluation: EvaluationConfig = EvaluationConfig()
     tracking: TrackingConfig = TrackingConfig()
     distributed: DistributedConfig = DistributedConfig()
+
+    @property
+    def acts(self) -> bool:
+        """Whether completions are episodes, with tools or in an environment."""
+        return bool(self.tools) or self.environment is not None
+
+    @model_validator(mode="after")
+    def _acts_in_one_way(self) -> RunConfig:
+        if self.tools and self.environment is not None:
+            raise ValueError("tools beside environment: its methods are the tools; leave one of them out")
+        if self.acts and self.rollout.staleness:
+            raise ValueError(
+                f"rollout.staleness={self.rollout.staleness} with tools or an environment: turns are drawn one after "
+                "the other, by one policy; set rollout.staleness=0"
+            )
+        if self.environment is None and any(reward.type == "environment" for reward in self.rewards.values()):
+            raise ValueError("rewards of type environment need an environment: name its class as environment")
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:

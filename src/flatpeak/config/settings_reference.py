@@ -49,6 +49,7 @@ COMMON: Final = (
 )  # fmt: skip
 """The settings that most recipes change, in the order of the sections."""
 _TYPE_DESCRIPTION: Final = "The section's type, which decides its other keys. Another type replaces the whole section."
+_NO_SECTION: Final = "A key of the recipe itself, without a section."
 _REQUIRED: Final = object()
 """Stands for a missing default."""
 
@@ -155,8 +156,9 @@ def _all_sections(wanted: str) -> list[Section]:
     for name, field in RunConfig.model_fields.items():
         about = field_docstrings(RunConfig).get(name, "")
         setting, sections = walker.field(name, field, about, variants=(), default=getattr(defaults, name))
-        if setting is not None:  # the setting is a section that may be null, or has elements by name
-            sections[0] = replace(sections[0], key=name, settings=(setting, *sections[0].settings))
+        if setting is not None:  # a section that may be null or has elements by name, or a key without a section
+            first, *rest = sections or [Section(key=name, variants=(), description=_NO_SECTION, settings=())]
+            sections = [replace(first, key=name, settings=(setting, *first.settings)), *rest]
         result += sections
     return result
 

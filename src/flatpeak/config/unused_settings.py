@@ -215,6 +215,21 @@ RULES = (
         settings=("task",),
         instead="tasks=[]",
     ),
+    Rule(
+        choice="tools",
+        applies=lambda tools: not tools,
+        settings=("episodes",),
+        instead="tools=[file.py:name]",
+        unless=lambda get: get("environment") is not None,
+    ),
+    # RunConfig refuses both in one recipe; these drop what a recipe inherits.
+    Rule(choice="tools", applies=bool, settings=("environment",), instead="tools=[]"),
+    Rule(
+        choice="environment",
+        applies=lambda environment: environment is not None,
+        settings=("tools",),
+        instead="environment=null",
+    ),
     *(_optimizer(section) for section in ("optimizer", "sft.optimizer", "reward_model.optimizer")),
     *_task("task"),
     *_task("curriculum.task"),
@@ -229,7 +244,7 @@ def refuse_unused(config: StrictConfig) -> None:
         for setting in rule.settings:
             if _is_explicit(config, setting):
                 value, chosen = _value(config, setting), _value(config, rule.choice)
-                if value is None or value is False:  # off, as under the choice
+                if value is None or value is False or value == ():  # off, as under the choice
                     continue
                 raise ValueError(
                     f"{setting}={_as_yaml(value)} has no effect with {rule.choice}={_as_yaml(chosen)}: remove it, or "

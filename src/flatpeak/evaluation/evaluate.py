@@ -264,7 +264,7 @@ def _greedy_values(answers: _Answers) -> Values:
     values: Values = {} if answers.correct is None else {"accuracy": [row[0] for row in answers.correct]}
     values["reward"] = [row[0] for row in scores.total]
     values |= {name: [row[0] for row in rows_PG] for name, rows_PG in scores.parts.items()}
-    values["length"] = [float(len(group.completions[0].token_ids)) for group in answers.groups]
+    values["length"] = [float(len(group.completions[0].sampled_ids)) for group in answers.groups]
     values["truncated"] = [float(group.completions[0].finish_reason == "length") for group in answers.groups]
     if answers.texts is not None and not answers.by_function:
         values["extraction_failed"] = [row[0] for row in answers.failed]
@@ -277,7 +277,7 @@ def _sampled_values(answers: _Answers, ks: Sequence[int]) -> Values:
     scores, groups = answers.scores, answers.groups
     values: Values = {"sampled/reward": [_mean(row) for row in scores.total]}
     values |= {f"sampled/{name}": [_mean(row) for row in rows_PG] for name, rows_PG in scores.parts.items()}
-    values["sampled/length"] = [_mean([float(len(c.token_ids)) for c in group.completions]) for group in groups]
+    values["sampled/length"] = [_mean([float(len(c.sampled_ids)) for c in group.completions]) for group in groups]
     values["sampled/truncated"] = [
         _mean([float(c.finish_reason == "length") for c in group.completions]) for group in groups
     ]
@@ -312,7 +312,11 @@ def _greedy_rows(answers: _Answers) -> list[dict[str, Any]]:
     rows = []
     for index, group in enumerate(answers.groups):
         completion = group.completions[0]
-        row = {"text": completion.text, "finish_reason": completion.finish_reason, "length": len(completion.token_ids)}
+        row = {
+            "text": completion.transcript,
+            "finish_reason": completion.finish_reason,
+            "length": len(completion.sampled_ids),
+        }
         if answers.texts is not None:
             row["answer"] = answers.texts[index][0]
         if answers.ranked:

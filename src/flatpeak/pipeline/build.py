@@ -18,7 +18,7 @@ from flatpeak.pipeline.request import Algorithm, CallerObjects, check_given_agai
 from flatpeak.pipeline.rollout_engines import build_sampler
 from flatpeak.pipeline.run_data import RunData, RunTasks, make_data, make_prompts, make_sets, open_tasks
 from flatpeak.pipeline.run_rewards import RunRewards, open_rewards, prepare_reward, rewards_of
-from flatpeak.pipeline.samplers import DisplayedSampler, make_sampler
+from flatpeak.pipeline.samplers import DisplayedSampler, acting, make_sampler
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Progress, Sampler
 from flatpeak.runs.signals import StopSignals
@@ -160,7 +160,7 @@ def open_evaluation(
         policy = open_policy(config, objects, tasks.examples, checkpoint=None)
         resources.callback(policy.release)
         prompts = make_prompts(config, tasks.main.test, policy, progress, split=f"{tasks.main.name} test")
-        sampler = DisplayedSampler(build_sampler(policy, config, trains=False), progress)
+        sampler = DisplayedSampler(acting(config, build_sampler(policy, config, trains=False), policy), progress)
         resources.callback(sampler.close)
         evaluator = build_evaluator(
             config,

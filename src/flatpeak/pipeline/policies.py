@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -54,6 +55,7 @@ def open_policy(
     texts: list[str] = []
     if model.new is not None:
         texts = [*prompt_texts(examples, config.prompt), *(e.rationale for e in examples if e.rationale)]
+        texts += [string.printable] if config.acts else []  # answers are spelled too
     return load_policy(model, texts=texts, seed=derive_seed(config.run.seed, "weights"))
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeAlias, TypeVar
 from flatpeak.config.load import Settings, apply_settings, parse_config, read_recipe
 from flatpeak.config.run_config import RunConfig
 from flatpeak.config.unused_settings import explicit_settings
+from flatpeak.episodes.tools import check_importable
 from flatpeak.errors import UserError
 from flatpeak.functional.policy_losses import PolicyLoss
 from flatpeak.pipeline.prompt_record import read_prompt_record
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
     """A sampler, or a function that makes one of the policy."""
     LossInput: TypeAlias = TokenFunction | PolicyLoss
     """A function (logprobs_T, ratio_T, advantages_T, config) -> loss_T, or a PolicyLoss."""
+    ToolInput: TypeAlias = Callable[..., Any] | str
+    """A function that other processes can import, or the name of one."""
     AdvantageInput: TypeAlias = Callable[[Tensor, Tensor], Tensor]
     """A function (rewards_PG, valid_PG) -> advantages_PG."""
 
@@ -135,7 +138,24 @@ def resolve_config(recipe: RecipeSource, settings: Settings | None = None) -> Ru
     return parse_config(apply_settings(recipe.model_dump(mode="json"), settings)) if settings else recipe
 
 
-def with_settings(settings: Settings | None, more: Mapping[str, str]) -> Settings | None:
+def acting_settings(tools: Sequence[ToolInput] | None, environment: type[Any] | str | None) -> dict[str, Any]:
+    """The settings that name a caller's tools or environment; UserError for what no other process can import."""
+    named: dict[str, Any] = {}
+    if tools is not None:
+        named["tools"] = [_reference(tool, where="tools") for tool in tools]
+    if environment is not None:
+        named["environment"] = _reference(environment, where="environment")
+    return named
+
+
+def _reference(code: Any, *, where: str) -> str:
+    if isinstance(code, str):
+        return code
+    check_importable(code, where=f"{where}: {function_name(code)}")
+    return f"{code.__module__}:{code.__qualname__}"
+
+
+def with_settings(settings: Settings | None, more: Mapping[str, Any]) -> Settings | None:
     """The settings of a caller, a mapping or `key=value` texts, with further ones after them."""
     if not more:
         return settings
@@ -254,13 +274,18 @@ def code_digests(config: RunConfig, objects: CallerObjects) -> dict[str, str]:
     recipe = flatten(
         config.model_dump(
             mode="json",
-            include={"objective", "advantage", "rewards", "task", "tasks", "curriculum", "evaluation"},
+            include={
+                *("objective", "advantage", "rewards", "task", "tasks", "curriculum", "evaluation"),
+                *("tools", "environment"),
+            },
         )
     )
     digests = {
         key: file_digest(value)
         for key, value in recipe.items()
-        if key.rpartition(".")[2] in REFERENCES and isinstance(value, str) and ":" in value
+        if (key.rpartition(".")[2] in REFERENCES or key.split(".")[0] in ("tools", "environment"))
+        and isinstance(value, str)
+        and ":" in value
     }
     for name, key in _FUNCTIONS.items():
         own = getattr(objects, name)

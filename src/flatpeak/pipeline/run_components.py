@@ -173,12 +173,13 @@ def check_alike(components: Components, code: Mapping[str, str], ranks: Ranks) -
     """
     prompts = [prompt for phase in components.phases for prompt in phase.prompts.items]
     test_prompts = [*components.data.test, *(prompt for one in components.data.sets.values() for prompt in one)]
+    demonstrations = components.data.demonstrations.items
     own = {
         "weights": checksums_of(list(components.policy.model.parameters())),
         "training prompts": _digest([(prompt.id, prompt.token_ids) for prompt in prompts]),
         "test prompts": _digest([(prompt.id, prompt.token_ids) for prompt in test_prompts]),
         "functions": _digest(sorted(code.items())),
-        "demonstrations": _digest([(one.prompt_ids, one.target_ids) for one in components.data.demonstrations.items]),
+        "demonstrations": _digest([(one.prompt_ids, one.target_ids, one.trained) for one in demonstrations]),
     }
     first, *others = ranks.gather(own)
     for rank, other in enumerate(others, start=1):

@@ -7,10 +7,12 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final, cast
 
 from flatpeak.config.run_config import RunConfig
+from flatpeak.episodes.build import demonstrated, episode_prompts, episode_renderer, read_environment, with_tools
 from flatpeak.errors import UserError
 from flatpeak.pipeline.evaluators import longest_prompt
 from flatpeak.policy.model import Policy
@@ -24,7 +26,7 @@ from flatpeak.tasks.prompts import build_prompts
 from flatpeak.training.curriculum import MixedStream, Stream
 from flatpeak.training.sft import Demonstration, demonstrations
 from flatpeak.types import Example, Prompt
-from flatpeak.utils.control_tokens import notice_of_control_tokens
+from flatpeak.utils.control_tokens import TextEncoder, notice_of_control_tokens
 from flatpeak.utils.huggingface import notice_of_unknown_characters
 
 _SECTIONS: Final = {"task", "tasks", "curriculum", "prompt", "rewards", "reward_model", "evaluation"}
@@ -149,7 +151,15 @@ def make_prompts(
 ) -> tuple[Prompt, ...]:
     """The prompts of examples, with notices of those that do not fit, or that the tokenizer does not spell."""
     limit = longest_prompt(config, policy.context_length)
-    built = build_prompts(tuple(examples), policy.tokenizer, config.prompt, max_tokens=limit)
+    environment = read_environment(config.tools, config.environment)
+    worded = config.prompt
+    if environment is not None:
+        examples = tuple(examples)
+        for example in examples:
+            environment.reset_arguments(example, seed=0)  # a column that is missing is told before the run begins
+        worded = episode_prompts(worded, environment, config.episodes, policy.tokenizer)
+        examples = [with_tools(example, config.prompt, worded) for example in examples]
+    built = build_prompts(tuple(examples), policy.tokenizer, worded, max_tokens=limit)
     if built.dropped or built.truncated:
         progress.notice(f"{split}: {built.dropped} overlong prompts dropped, {built.truncated} shortened")
     if built.fewer_shots:
@@ -188,7 +198,12 @@ def _demonstrations(
 ) -> Stream[Demonstration]:
     fitting: list[Demonstration] = []
     if config.sft.steps:
-        fitting, dropped = demonstrations(prompts, policy, max_tokens=policy.context_length)
+        environment = read_environment(config.tools, config.environment)
+        pieces = None
+        if environment is not None:
+            renderer = episode_renderer(config.prompt, environment, config.episodes, policy.tokenizer)
+            pieces = partial(demonstrated, renderer=renderer, encoder=TextEncoder(policy.tokenizer))
+        fitting, dropped = demonstrations(prompts, policy, max_tokens=policy.context_length, pieces=pieces)
         rationales = (prompt.example.rationale for prompt in prompts if prompt.example.rationale)
         spelled = notice_of_control_tokens(rationales, policy.tokenizer, what="rationales")
         if spelled is not None:

@@ -11,6 +11,7 @@ from typing import Any
 from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.ranks import ALONE, Ranks
 from flatpeak.distributed.shared_rollouts import ServedSampler
+from flatpeak.episodes.build import episode_sampler, read_environment
 from flatpeak.errors import UserError
 from flatpeak.pipeline.rollout_engines import RolloutProcess, build_sampler, configure_policy, served_sampler
 from flatpeak.policy.model import Policy
@@ -40,15 +41,37 @@ def make_sampler(
     if asks_servers(config, own):
         configure_policy(policy, config)
         policy.kernels.idle = True
-        sampler = _asking_sampler(config, policy) if ranks.is_first else Sampler()
+        sampler = acting(config, _asking_sampler(config, policy), policy) if ranks.is_first else Sampler()
         if ranks.size == 1:
             return sampler
         return ServedSampler(sampler, ranks, weights=policy.whole, draws_ahead=config.rollout.staleness > 0)
     sampler = build_sampler(policy, config) if own is None else callers_sampler(own, policy, config)
     if not config.rollout.staleness:
-        return sampler
+        return acting(config, sampler, policy)
     _check_copy(config, policy, sampler)
     return RolloutsAhead(sampler, RolloutProcess(policy, config), staleness=config.rollout.staleness)
+
+
+def acting(config: RunConfig, sampler: Sampler, policy: Policy) -> Sampler:
+    """The sampler, of episodes where the recipe has tools or an environment."""
+    environment = read_environment(config.tools, config.environment)
+    if environment is None:
+        return sampler
+    asking = [name for name, reward in config.rewards.items() if reward.type == "environment"]
+    if asking and not environment.rewards:
+        raise UserError(
+            f"rewards.{asking[0]}.type=environment: {config.environment} has no reward(): define it, or choose another "
+            "type"
+        )
+    return episode_sampler(
+        sampler,
+        environment,
+        config=config.episodes,
+        prompt=config.prompt,
+        tokenizer=policy.tokenizer,
+        context=policy.context_length or 2**31,
+        longest_prompt=(policy.context_length or 2**31) - config.rollout.max_new_tokens,
+    )
 
 
 def asks_servers(config: RunConfig, own: SamplerLike | SamplerFactory | None) -> bool:

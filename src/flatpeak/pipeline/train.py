@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from flatpeak.config.load import Settings
 from flatpeak.distributed.ranks import open_ranks
@@ -17,9 +17,11 @@ from flatpeak.pipeline.request import (
     CallerObjects,
     RecipeSource,
     RunRequest,
+    acting_settings,
     naming_settings,
     resolve_config,
     with_own_data,
+    with_settings,
     without_model_source,
 )
 from flatpeak.pipeline.run_components import open_components
@@ -31,7 +33,15 @@ from flatpeak.training.recorder import SAMPLER_STATE
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from flatpeak.pipeline.request import AdvantageInput, DataInput, LossInput, ModelInput, RewardInput, SamplerInput
+    from flatpeak.pipeline.request import (
+        AdvantageInput,
+        DataInput,
+        LossInput,
+        ModelInput,
+        RewardInput,
+        SamplerInput,
+        ToolInput,
+    )
     from flatpeak.runs.callbacks import Callback
 
 StageName = Literal["sft", "train"]
@@ -49,6 +59,8 @@ def train(
     sampler: SamplerInput | None = None,
     loss: LossInput | None = None,
     advantage: AdvantageInput | None = None,
+    tools: Sequence[ToolInput] | None = None,
+    environment: type[Any] | str | None = None,
     callbacks: Sequence[Callback] = (),
     settings: Settings | None = None,
     progress: Progress | bool | None = None,
@@ -64,7 +76,8 @@ def train(
     `train` and `test` to such rows (docs/own_data.md). Any of model (with its tokenizer), task, reward and sampler may
     be the caller's own object; a sampler that uses the trained model is given as a factory, called with the policy. So
     may loss, a function (logprobs_T, ratio_T, advantages_T, config) -> loss_T or a functional.PolicyLoss, and
-    advantage, (rewards_PG, valid_PG) -> advantages_PG. `callbacks` (flatpeak.Callback) watch the run, log metrics and
+    advantage, (rewards_PG, valid_PG) -> advantages_PG. `tools` are functions that the policy may call, or `environment`
+    a class whose methods it may call (docs/agents.md). `callbacks` (flatpeak.Callback) watch the run, log metrics and
     may stop it. `progress` shows the run: None is an occasional line on stderr, False is silence, else an object like
     `protocols.Progress`. Raises UserError for bad input, before a run directory is made; a run name that exists needs
     `resume` or `overwrite`.
@@ -74,7 +87,7 @@ def train(
     )
     request = RunRequest(
         recipe=OWN_DATA if config is None else config,
-        settings=settings,
+        settings=with_settings(settings, acting_settings(tools, environment)),
         progress=progress,
         resume=resume,
         overwrite=overwrite,
@@ -96,6 +109,8 @@ def sft(
     sampler: SamplerInput | None = None,
     loss: LossInput | None = None,
     advantage: AdvantageInput | None = None,
+    tools: Sequence[ToolInput] | None = None,
+    environment: type[Any] | str | None = None,
     callbacks: Sequence[Callback] = (),
     settings: Settings | None = None,
     progress: Progress | bool | None = None,
@@ -109,7 +124,7 @@ def sft(
     )
     request = RunRequest(
         recipe=OWN_DATA if config is None else config,
-        settings=settings,
+        settings=with_settings(settings, acting_settings(tools, environment)),
         progress=progress,
         resume=resume,
         overwrite=overwrite,

@@ -43,10 +43,10 @@ class ExplainedCompletion:
     weight: float
     """The weight w_i of each of its tokens in the loss, if the whole step is one minibatch."""
     tokens: tuple[str, ...]
-    ratios: tuple[float, ...]
-    """Per token, the ratio of its probability under the run's last checkpoint to the sampler's."""
-    kls: tuple[float, ...]
-    """Per token, the k3 estimate of the KL divergence from the last checkpoint to the policy before RL."""
+    ratios: tuple[float | None, ...]
+    """Per token, the ratio of its probability under the run's last checkpoint to the sampler's; None: not sampled."""
+    kls: tuple[float | None, ...]
+    """Per token, the k3 estimate of the KL divergence from the last checkpoint to the policy before RL; likewise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +83,7 @@ def explain(run: Path, *, step: int | None = None, group: str | None = None) -> 
         known = ", ".join(sorted({row["group"] for row in rows})[:8])
         raise UserError(f"step {step} has no group {group!r}: there are {known}, ...")
     weights = completion_weights(
-        torch.tensor([len(row["token_ids"]) for row in rows]),
+        torch.tensor([sum(row.get("trained", [1] * len(row["token_ids"]))) for row in rows]),
         config.objective.normalization,
         max_tokens=config.rollout.max_new_tokens,
         valid_N=torch.tensor([row["reward"] is not None for row in rows]),
@@ -143,11 +143,17 @@ def _explain_completions(
             row=row,
             weight=weight_of[id(row)],
             tokens=tuple(visible_token(last.tokenizer, token) for token in row["token_ids"]),
-            ratios=tuple(ratio.tolist()),
-            kls=tuple(kl.tolist()),
+            ratios=_of_sampled(row, ratio.tolist()),
+            kls=_of_sampled(row, kl.tolist()),
         )
         for row, ratio, kl in zip(rows, ratios, kls, strict=True)
     ]
+
+
+def _of_sampled(row: Row, values: Sequence[float]) -> tuple[float | None, ...]:
+    """A value of each token that the policy sampled, None for what was added between its turns."""
+    sampled = row.get("trained", [1] * len(values))
+    return tuple(value if own else None for value, own in zip(values, sampled, strict=True))
 
 
 def _most_varied_group(rows: Sequence[Row]) -> str:
@@ -174,8 +180,8 @@ def render(explanation: Explanation, *, width: int | None = None) -> Lines:
         "reward": [_number(row["reward"]) for row in rows],
         "advantage": [_number(row["advantage"]) for row in rows],
         "weight per token": [_number(completion.weight) for completion in completions],
-        "tokens": [str(len(completion.tokens)) for completion in completions],
-        "ended by": [row["finish_reason"] for row in rows],
+        "tokens": [str(sum(ratio is not None for ratio in completion.ratios)) for completion in completions],
+        "ended by": [row.get("stop_reason") or row["finish_reason"] for row in rows],
     }
     # Not in the dictionary, because a reward may have the name of a column.
     rewards_by_name = [(name, [_number(row["rewards"].get(name)) for row in rows]) for name in first["rewards"]]
@@ -190,6 +196,7 @@ def render(explanation: Explanation, *, width: int | None = None) -> Lines:
         Text(
             "Tokens: green gained and red lost probability since they were drawn (x ratio at the last checkpoint); "
             "underlined if the KL to the policy before RL (k3) exceeds 0.1. "
+            f"{'Grey tokens answered a turn and are not trained on. ' if 'turns' in first else ''}"
             f"{_gradient(explanation.config.objective.loss)}"
         ),
         *(_tokens(index, completion) for index, completion in zip(counts, completions, strict=True)),
@@ -246,6 +253,9 @@ def _table(columns: Sequence[tuple[str, Sequence[str]]]) -> Table:
 def _tokens(index: int, completion: ExplainedCompletion) -> Text:
     line = Text(f"{index} ")
     for token, ratio, kl in zip(completion.tokens, completion.ratios, completion.kls, strict=True):
+        if ratio is None or kl is None:
+            line.append(f"{token} ", style="dim")
+            continue
         colour = "green" if ratio > 1.05 else "red" if ratio < 0.95 else "default"
         line.append(token, style=f"{colour}{' underline' if kl > 0.1 else ''}")
         line.append(f"x{ratio:.2f} ", style="dim")

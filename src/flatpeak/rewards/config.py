@@ -161,6 +161,18 @@ class LengthConfig(ComponentConfig):
         return LengthReward(target=self.target, limit=self.limit)
 
 
+class EnvironmentConfig(ComponentConfig):
+    """The reward that an episode's environment gives; missing where it gives none."""
+
+    type: Literal["environment"] = "environment"
+
+    def build(self, name: str) -> Scorer:
+        """The rule that passes it on."""
+        from flatpeak.rewards.format import EnvironmentReward
+
+        return EnvironmentReward()
+
+
 class CountdownConfig(ComponentConfig):
     """1 if the arithmetic in the answer block uses each of the row's `nums` once and makes its `target`."""
 
@@ -250,6 +262,7 @@ RewardConfig = Annotated[
     | FormatConfig
     | ChoiceConfig
     | LengthConfig
+    | EnvironmentConfig
     | CountdownConfig
     | ReasoningGymRewardConfig
     | MathConfig

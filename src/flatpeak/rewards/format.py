@@ -1,4 +1,4 @@
-"""Rewards for the form of a completion, independent of its answer: the tags of the r1_zero form, and the length."""
+"""Rewards independent of the answer's text: the tags of the r1_zero form, the length, and an environment's verdict."""
 
 from __future__ import annotations
 
@@ -63,4 +63,13 @@ class LengthReward(Rule):
 
     def __call__(self, completion: Completion, prompt: Prompt) -> Score:
         """The reward for the number of sampled tokens."""
-        return min(1.0, max(0.0, (self.limit - len(completion.token_ids)) / (self.limit - self.target)))
+        return min(1.0, max(0.0, (self.limit - len(completion.sampled_ids)) / (self.limit - self.target)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnvironmentReward(Rule):
+    """The reward that the episode's environment gave."""
+
+    def __call__(self, completion: Completion, prompt: Prompt) -> Score:
+        """The same, None where it is missing."""
+        return completion.reward

@@ -6,13 +6,14 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from flatpeak.errors import UserError, brief
 from flatpeak.runs.files import fsync_path, write_atomic
 from flatpeak.runs.notices import warn
-from flatpeak.types import Group, Scores
+from flatpeak.types import Completion, Group, Scores
 from flatpeak.utils.redaction import redact
 
 Row = dict[str, Any]
@@ -27,7 +28,7 @@ def rollout_rows(
     """One row per completion; `advantages` is [P][G] like `scores`. Missing and non-finite numbers become null."""
     for p, group in enumerate(groups):
         prompt, gold, texts = redact(
-            [group.prompt.text, group.prompt.example.gold, [completion.text for completion in group.completions]],
+            [group.prompt.text, group.prompt.example.gold, [completion.transcript for completion in group.completions]],
             prose=True,
         )
         for g, (completion, text) in enumerate(zip(group.completions, texts, strict=True)):
@@ -44,8 +45,16 @@ def rollout_rows(
                 "rewards": {name: _finite(values[p][g]) for name, values in scores.parts.items()},
                 "advantage": _finite(advantages[p][g]),
                 "gold": gold,
+                **({} if not completion.turns else _episode(completion)),
                 **({} if completion.weight_version is None else {"weight_version": completion.weight_version}),
             }
+
+
+def _episode(completion: Completion) -> Row:
+    """The further columns of an episode: its end, its turns and calls, and which tokens are trained on."""
+    trained = completion.trained or (True,) * len(completion.token_ids)
+    turns: Any = redact([asdict(turn) for turn in completion.turns], prose=True)
+    return {"stop_reason": completion.stop_reason, "turns": turns, "trained": [int(own) for own in trained]}
 
 
 class RolloutLog:

@@ -150,7 +150,7 @@ def advantage_inputs(
     inputs: dict[str, Any] = {}
     completions = [group.completions for group in groups]
     if "lengths_PG" in names:
-        lengths = [[len(c.token_ids) if c.trained is None else sum(c.trained) for c in row] for row in completions]
+        lengths = [[len(c.sampled_ids) for c in row] for row in completions]
         inputs["lengths_PG"] = torch.tensor(lengths)
     if "parts" in names:
         known = {name: [[score or 0.0 for score in row] for row in rows] for name, rows in scores.parts.items()}

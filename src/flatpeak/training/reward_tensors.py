@@ -58,7 +58,7 @@ def reward_tensors(
     if config.truncated == "zero_reward":
         rewards_PG = rewards_PG.masked_fill(truncated_PG, 0.0)
     if config.truncated == "soft_penalty":
-        lengths_PG = torch.tensor([[len(c.token_ids) for c in group.completions] for group in groups])
+        lengths_PG = torch.tensor([[len(c.sampled_ids) for c in group.completions] for group in groups])
         over_PG = (lengths_PG - (max_new_tokens - config.overlong_buffer)).clamp(0, config.overlong_buffer)
         rewards_PG = rewards_PG - valid_PG * over_PG / config.overlong_buffer
     trained_PG = valid_PG & ~truncated_PG if config.truncated == "mask" else valid_PG

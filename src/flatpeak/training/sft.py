@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,23 +38,38 @@ class Demonstration:
     prompt_ids: tuple[int, ...]
     target_ids: tuple[int, ...]
     """The rationale's tokens and an end-of-sequence token."""
+    trained: tuple[bool, ...] | None = None
+    """Whether each of them is imitated; None: all. An answer of a tool is read."""
 
 
 def demonstrations(
-    prompts: Sequence[Prompt], policy: Policy, *, max_tokens: int | None
+    prompts: Sequence[Prompt],
+    policy: Policy,
+    *,
+    max_tokens: int | None,
+    pieces: Callable[[str, int], Sequence[tuple[Sequence[int], bool]]] | None = None,
 ) -> tuple[list[Demonstration], int]:
-    """Demonstrations of the prompts that have a rationale and fit into the context, and the number that do not fit."""
+    """Demonstrations of the prompts that have a rationale and fit into the context, and the number that do not fit.
+
+    `pieces` makes the tokens of a rationale, in pieces with whether they are imitated, given an end-of-sequence token;
+    None: all of its text is imitated.
+    """
     eos = policy.tokenizer.eos_token_id
     end = min(policy.eos_token_ids) if eos is None else eos
     encoder = TextEncoder(policy.tokenizer)
-    encoded = [
-        Demonstration(
-            prompt_ids=prompt.token_ids,
-            target_ids=(*encoder.encode_text(prompt.example.rationale), end),
-        )
-        for prompt in prompts
-        if prompt.example.rationale
-    ]
+    encoded = []
+    for prompt in prompts:
+        if prompt.example.rationale:
+            text = prompt.example.rationale
+            cut = [(encoder.encode_text(text), True)] if pieces is None else pieces(text, end)
+            trained = (*(own for ids, own in cut for _ in ids), True)
+            encoded.append(
+                Demonstration(
+                    prompt_ids=prompt.token_ids,
+                    target_ids=(*(token for ids, _ in cut for token in ids), end),
+                    trained=None if all(trained) else trained,
+                )
+            )
     fitting = [d for d in encoded if max_tokens is None or len(d.prompt_ids) + len(d.target_ids) <= max_tokens]
     return fitting, len(encoded) - len(fitting)
 
@@ -90,7 +105,7 @@ class SFTTrainer(StageTrainer):
             undivided_work=UNDIVIDED_WORK,
         )
         self.stream = stream
-        self.longest = max(len(demonstration.target_ids) for demonstration in stream.items)
+        self.longest = max(map(imitated, stream.items))
         """Of all demonstrations: what `normalization: constant` divides by in every step."""
         self.config = config
         self.check = check
@@ -152,6 +167,11 @@ class SFTTrainer(StageTrainer):
         return {"finished": self.finished, **super().state(), SAMPLER_STATE: self.sampler.state()}
 
 
+def imitated(demonstration: Demonstration) -> int:
+    """The number of its tokens that are imitated."""
+    return len(demonstration.target_ids) if demonstration.trained is None else sum(demonstration.trained)
+
+
 def demonstration_batch(
     drawn: Sequence[Demonstration], config: SFTConfig, *, device: torch.device, longest: int | None = None
 ) -> Batch:
@@ -161,6 +181,8 @@ def demonstration_batch(
     normalizations need none.
     """
     lengths_N = torch.tensor([len(d.target_ids) for d in drawn], device=device)
+    imitated_N = torch.tensor([imitated(d) for d in drawn], device=device)
+    trained = [own for d in drawn for own in d.trained or (True,) * len(d.target_ids)]
     tokens_T = torch.tensor([token for d in drawn for token in d.target_ids], device=device)
     return Batch(
         prompts=tuple(d.prompt_ids for d in drawn),
@@ -169,6 +191,7 @@ def demonstration_batch(
         tokens_T=tokens_T,
         sequence_T=torch.arange(len(drawn), device=device).repeat_interleave(lengths_N),
         advantages_T=torch.ones(len(tokens_T), device=device),
-        weights_N=completion_weights(lengths_N, config.normalization, max_tokens=longest),
+        trained_T=None if all(trained) else torch.tensor(trained, device=device),
+        weights_N=completion_weights(imitated_N, config.normalization, max_tokens=longest),
         old_logprobs_T=None,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +14,7 @@ from flatpeak.training.batch import on_trained_tokens
 from flatpeak.training.collect import Rollouts, known_scores
 from flatpeak.training.learner import PolicyStatistics
 from flatpeak.training.reward_tensors import RewardTensors, informative
-from flatpeak.types import Group, PackedCompletions
+from flatpeak.types import Completion, Group, PackedCompletions
 
 
 class Clock:
@@ -37,9 +38,10 @@ def step_metrics(
 ) -> dict[str, float]:
     """Rewards, policy, rollouts, optimizer and time of one step."""
     seconds = clock.seconds()
-    lengths = [len(c.token_ids) for group in rollouts.groups for c in group.completions]
-    truncated = [c.finish_reason == "length" for group in rollouts.groups for c in group.completions]
-    repetition = [repeated_fraction(c.token_ids) for group in rollouts.groups for c in group.completions]
+    completions = [completion for group in rollouts.groups for completion in group.completions]
+    lengths = [len(completion.sampled_ids) for completion in completions]
+    truncated = [completion.finish_reason == "length" for completion in completions]
+    repetition = [repeated_fraction(completion.sampled_ids) for completion in completions]
     known = rewards.rewards_PG[rewards.valid_PG]
     missing = [score is None for row in rollouts.scores.total for score in row]
     return {
@@ -60,6 +62,7 @@ def step_metrics(
         "rollout/length_max": float(max(lengths)),
         "rollout/truncated_fraction": _mean(truncated),
         "rollout/repetition": _mean(repetition),
+        **episode_metrics(completions),
         "optimizer/learning_rate": learning_rate,
         "optimizer/updates": float(len(updates)),
         "time/rollout": rollouts.rollout_seconds,
@@ -168,6 +171,27 @@ def regularization_metrics(updates: Sequence[PolicyStatistics], *, step_seconds:
     metrics["gradreg/skipped"] = sum(row["gradreg/skipped"] for row in rows)
     metrics["gradreg/time_share"] = sum(report.seconds for report in reports) / step_seconds
     return metrics
+
+
+def episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """`episodes/*`: turns, calls and added tokens of an episode, and the shares of failures and of reasons to end.
+
+    `failed/KIND` is a share of all calls, `ended/REASON` one of all episodes. Empty without episodes.
+    """
+    episodes = [completion for completion in completions if completion.turns]
+    if not episodes:
+        return {}
+    turns = [turn for completion in episodes for turn in completion.turns]
+    calls = [call for turn in turns for call in turn.calls]
+    failures = Counter(call.failure for call in calls if call.failure is not None)
+    ended = Counter(completion.stop_reason for completion in episodes)
+    return {
+        "episodes/turns": len(turns) / len(episodes),
+        "episodes/calls": len(calls) / len(episodes),
+        "episodes/added_tokens": sum(turn.added for turn in turns) / len(episodes),
+        **{f"episodes/failed/{kind}": count / len(calls) for kind, count in sorted(failures.items())},
+        **{f"episodes/ended/{reason}": count / len(episodes) for reason, count in sorted(ended.items(), key=str)},
+    }
 
 
 def repeated_fraction(token_ids: Sequence[int], *, n: int = 4) -> float:

@@ -1,0 +1,337 @@
+"""The continuation of an episode's tokens: which calls a turn makes, and which tokens follow it.
+
+Sampled tokens are never rendered or tokenized again; a renderer says only which token ids to append to them.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Final, Literal, Protocol
+
+from flatpeak.episodes.tools import ParsedCall
+from flatpeak.errors import UserError, brief
+from flatpeak.utils.answers import THINK_CLOSE, THINK_OPEN
+from flatpeak.utils.control_tokens import TextEncoder
+
+_PLAIN_CALL: Final = re.compile(r"<call>((?:(?!<call>).)*?)(</call>|\Z)", re.DOTALL)
+_CHAT_CALL: Final = re.compile(
+    rf"{THINK_OPEN}.*?(?:{THINK_CLOSE}|\Z)|(?P<call><tool_call>)(?P<body>.*?)(?P<end></tool_call>|\Z)", re.DOTALL
+)
+_THOUGHT: Final = re.compile(rf"{THINK_OPEN}.*?(?:{THINK_CLOSE}|\Z)", re.DOTALL)
+_WHOLE_TURN: Final = re.compile(r"\s*(<\|python_tag\|>|\[TOOL_CALLS\])?\s*(.*?)\s*", re.DOTALL)
+_PLAIN_FORM: Final = 'Write a call as <call>name(x=1, y="a")</call>: arguments by name, and their values written out.'
+_CHAT_FORM: Final = 'Write a call as <tool_call>{"name": "...", "arguments": {...}}</tool_call> with valid JSON.'
+_Message = Mapping[str, Any]
+_USER: Final[_Message] = {"role": "user", "content": "?"}
+_END: Final = "Zq7end"
+"""The word that ends a sample turn of the assistant: what follows it is the template's."""
+_THOUGHTS: Final = ("", "Let me see. ", f"{THINK_OPEN}\nHm.\n{THINK_CLOSE}\n\n")
+"""Beginnings of sample turns; the continuation may not depend on them."""
+
+
+class Renderer(Protocol):
+    """The form of calls and of their answers."""
+
+    stop: tuple[str, ...]
+    """The strings that end a turn at a call."""
+
+    @property
+    def describes_tools(self) -> bool:
+        """Whether prompts of this format describe the tools."""
+        ...
+
+    def calls(self, token_ids: Sequence[int]) -> tuple[ParsedCall, ...]:
+        """The calls in the sampled tokens of a turn."""
+        ...
+
+    def bridge(
+        self, token_ids: Sequence[int], answers: Sequence[tuple[str, str]], *, stopped: bool
+    ) -> tuple[int, ...] | None:
+        """The token ids to append so that the policy writes its next turn; None if the template cannot continue.
+
+        `token_ids` are the sampled tokens of the turn and `answers` the name and the answer of each call, or ("",
+        observation) in a game. `stopped`: the turn ended itself, with an end-of-sequence token or a stop string.
+        """
+        ...
+
+
+class PlainRenderer:
+    """Calls and answers in running text: `<call>name(x=1)</call>` and `<result>2</result>`."""
+
+    stop: tuple[str, ...] = ("</call>",)
+    describes_tools = False
+
+    def __init__(self, encoder: TextEncoder) -> None:
+        self._encoder = encoder
+
+    def calls(self, token_ids: Sequence[int]) -> tuple[ParsedCall, ...]:
+        """The calls in the sampled tokens of a turn."""
+        text = self._encoder.tokenizer.decode(list(token_ids))
+        return tuple(
+            _python_call(match[1]) if match[2] else _malformed("The call does not end with </call>.", _PLAIN_FORM)
+            for match in _PLAIN_CALL.finditer(text)
+        )
+
+    def bridge(
+        self, token_ids: Sequence[int], answers: Sequence[tuple[str, str]], *, stopped: bool
+    ) -> tuple[int, ...] | None:
+        """The answers' token ids."""
+        # Tags inside an answer stay: calls are read only from sampled tokens, so an answer cannot make one.
+        return tuple(self._encoder.encode_text("".join(f"<result>{answer}</result>" for _, answer in answers)))
+
+
+class _UnfitError(Exception):
+    """A chat template that cannot continue after a turn, and the reason."""
+
+
+class ChatRenderer:
+    """Calls and answers in the form of the tokenizer's chat template.
+
+    The template renders only sample conversations with the real answers in them; the text after the assistant's
+    message is what is appended.
+    """
+
+    stop: tuple[str, ...] = ()
+
+    def __init__(
+        self, tokenizer: Any, schemas: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any]
+    ) -> None:
+        self._encoder = TextEncoder(tokenizer)
+        self._schemas = [dict(schema) for schema in schemas]
+        self._kwargs = dict(chat_template_kwargs)
+        self._control = frozenset(tokenizer.convert_tokens_to_ids(sorted(self._encoder.control_tokens)))
+
+    @cached_property
+    def describes_tools(self) -> bool:
+        """Whether the template writes the tools' descriptions into the prompt."""
+        return bool(self._schemas) and self._render([_USER]) != self._render([_USER], tools=None)
+
+    @cached_property
+    def _opened(self) -> str:
+        """The tag of the reasoning, if the header of the assistant's turn already has it."""
+        return THINK_OPEN if self._render([_USER], asking=True).rstrip().endswith(THINK_OPEN) else ""
+
+    def calls(self, token_ids: Sequence[int]) -> tuple[ParsedCall, ...]:
+        """The calls in the sampled tokens of a turn."""
+        decode, ids = self._encoder.tokenizer.decode, list(token_ids)
+        return self._read(self._opened + decode(ids), self._opened + decode(ids, skip_special_tokens=True))
+
+    def _read(self, text: str, bare: str) -> tuple[ParsedCall, ...]:
+        """The calls in a turn, given also without its special tokens."""
+        blocks = [match for match in _CHAT_CALL.finditer(text) if match["call"]]
+        if blocks:
+            return tuple(call for match in blocks for call in _json_calls(match["body"], closed=bool(match["end"])))
+        marked, body = (_WHOLE_TURN.fullmatch(_THOUGHT.sub("", one)) for one in (text, bare))
+        calls = _json_calls(body[2], closed=True) if body and body[2][:1] in ("{", "[") else ()
+        # Without a mark, other JSON is an answer.
+        return calls if (marked and marked[1]) or all(call.error is None for call in calls) else ()
+
+    def bridge(
+        self, token_ids: Sequence[int], answers: Sequence[tuple[str, str]], *, stopped: bool
+    ) -> tuple[int, ...] | None:
+        """The token ids that the template puts after a turn with these answers."""
+        role = "tool" if self._schemas and self.calls(token_ids) else "user"
+        quote = self._encoder.quote
+        try:
+            sample, quoted = self._continuation(role, [(quote(name), quote(answer)) for name, answer in answers])
+        except _UnfitError:
+            return None
+        expected, ids = self._encoder.encode(sample), self._encoder.encode(quoted)
+        control = [[token for token in one if token in self._control] for one in (expected, ids)]
+        # A template that cuts something out of an answer could make a control token of what is left.
+        if control[0] != control[1]:
+            return None
+        return tuple(ids[1:] if stopped and ids[:1] == list(token_ids[-1:]) else ids)
+
+    def probe(self) -> None:
+        """Raise UserError if the template cannot continue after an answer."""
+        role = "tool" if self._schemas else "user"
+        try:
+            if self._schemas:
+                self._check_form_of_calls()
+            contexts = [(begin, again) for begin in _THOUGHTS for again in (False, True)]
+            samples = {
+                self._continuation(role, [("tool", "0")], begin=begin, again=again)[0] for begin, again in contexts
+            }
+            if len(samples) > 1:
+                raise _UnfitError("what it writes after a turn depends on earlier text")
+        except _UnfitError as error:
+            what = "a tool's answer" if self._schemas else "an observation"
+            raise UserError(
+                f"prompt.template=chat: the chat template cannot continue after {what} ({error}): use "
+                "episodes.format=plain or another template"
+            ) from error
+
+    def _check_form_of_calls(self) -> None:
+        """Raise _UnfitError if the template writes calls in a form that is not read."""
+        # A header may open the reasoning, which the template drops from turns, or writes again.
+        header = self._render([_USER], asking=True).partition(THINK_OPEN)[0]
+        for turn in _turns("tool", ["tool"]):
+            try:
+                text = self._render([_USER, turn])
+            except _UnfitError:
+                continue
+            if _END not in text:
+                continue
+            if "tool_calls" in turn:
+                closing = _after_end(self._render([_USER, *_turns("user", [])]))
+                body = text.removesuffix(closing).removeprefix(header)
+                if self._read(body, body) != (ParsedCall(name="tool", arguments={"x": _END}),):
+                    raise _UnfitError("it writes calls in a form other than JSON")
+                if not text.endswith(closing):
+                    raise _UnfitError("it ends a turn with a call differently from other turns")
+            elif self.describes_tools:
+                raise _UnfitError("it describes tools, and leaves out calls")
+            return
+
+    def _continuation(
+        self, role: str, answers: Sequence[tuple[str, str]], *, begin: str = "", again: bool = False
+    ) -> tuple[str, str]:
+        """The template's text after a turn, with sample words for the answers, and with the answers themselves.
+
+        `begin`: the beginning of the turn. `again`: such a turn and its answers came before.
+        """
+        words = [("tool", f"Zq{index}word") for index in range(len(answers))]
+        names = [name for name, _ in words]
+        reason = ""
+        turns = (_turns(role, names, begin=begin, end=end) for end in (_END, "0"))
+        for turn, earlier in zip(*turns, strict=True):
+            before = [_USER, earlier, *_replies(role, words)] if again else [_USER]
+            try:
+                sample = self._after(before, turn, _replies(role, words))
+                if any(word not in sample for _, word in words):
+                    raise _UnfitError("it leaves out the answer")
+                return sample, self._after(before, turn, _replies(role, answers))
+            except _UnfitError as error:
+                reason = str(error)
+        raise _UnfitError(reason)
+
+    def _after(self, before: Sequence[_Message], turn: _Message, replies: Sequence[_Message]) -> str:
+        """The template's text after a sample turn and the word that it ends with."""
+        suffix = _after_end(self._render([*before, turn, *replies], asking=True))
+        if "tool_calls" not in turn:
+            return suffix
+        closing = _after_end(self._render([*before, {"role": "assistant", "content": _END}]))
+        alone = _after_end(self._render([*before, turn]))
+        if not alone.endswith(closing) or not suffix.startswith(alone):
+            raise _UnfitError("it ends a turn with a call differently from other turns")
+        return suffix[len(alone) - len(closing) :]
+
+    def _render(self, messages: Sequence[_Message], *, asking: bool = False, **kwargs: Any) -> str:
+        """A conversation in the chat template; _UnfitError if it refuses."""
+        kwargs = {"tools": self._schemas or None, **self._kwargs, **kwargs}
+        try:
+            return str(
+                self._encoder.tokenizer.apply_chat_template(
+                    [dict(message) for message in messages], tokenize=False, add_generation_prompt=asking, **kwargs
+                )
+            )
+        except Exception as error:  # a template may raise anything, not only jinja2's errors
+            raise _UnfitError(brief(error)) from error
+
+
+def _turns(role: str, names: Sequence[str], *, begin: str = "", end: str = _END) -> Iterator[_Message]:
+    """Sample turns of the assistant in the forms that templates accept, each of which has `end` last."""
+    values = [*("0" for _ in names[1:]), end]
+    # Templates read arguments as a mapping, or as JSON.
+    for write in (dict, json.dumps) if role == "tool" else ():
+        functions = [
+            {"name": name, "arguments": write({"x": value})} for name, value in zip(names, values, strict=True)
+        ]
+        calls = [
+            {"id": _call_id(index), "type": "function", "function": function}
+            for index, function in enumerate(functions)
+        ]
+        yield {"role": "assistant", "content": begin, "tool_calls": calls}
+    yield {"role": "assistant", "content": begin + end}
+
+
+def _replies(role: str, answers: Sequence[tuple[str, str]]) -> list[_Message]:
+    """The messages that answer a turn."""
+    if role != "tool":
+        return [{"role": role, "content": answer} for _, answer in answers]
+    return [
+        {"role": role, "name": name, "tool_call_id": _call_id(index), "content": answer}
+        for index, (name, answer) in enumerate(answers)
+    ]
+
+
+def _call_id(index: int) -> str:
+    """The id of a call: nine letters or digits, as some templates demand."""
+    return f"call{index:05}"
+
+
+def _after_end(text: str) -> str:
+    """The text after `_END`; _UnfitError if it is missing."""
+    _, match, tail = text.partition(_END)
+    if not match:
+        raise _UnfitError("it leaves out the assistant's message")
+    return tail
+
+
+def _malformed(problem: str, form: str) -> ParsedCall:
+    """A call that cannot be read."""
+    return ParsedCall(name="", arguments={}, error=f"{problem} {form}")
+
+
+def _python_call(text: str) -> ParsedCall:
+    """The call in Python's syntax."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            call = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            return _malformed("This is not a call.", _PLAIN_FORM)
+        names = [argument.arg for argument in call.keywords if argument.arg is not None]
+        if call.args or len(names) < len(call.keywords) or len(set(names)) < len(names):
+            return _malformed("Give each argument once, by its name.", _PLAIN_FORM)
+        values = [ast.literal_eval(argument.value) for argument in call.keywords]
+        return _checked(call.func.id, dict(zip(names, values, strict=True)))
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return _malformed("The call could not be read.", _PLAIN_FORM)
+
+
+def _json_calls(text: str, *, closed: bool) -> tuple[ParsedCall, ...]:
+    """The call in a JSON object, or those in a list of them."""
+    if not closed:
+        return (_malformed("The call does not end with </tool_call>.", _CHAT_FORM),)
+    try:
+        read = json.loads(text)
+        return tuple(_json_call(one) for one in (read if isinstance(read, list) else [read]))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return (_malformed("The call could not be read.", _CHAT_FORM),)
+
+
+def _json_call(read: Any) -> ParsedCall:
+    """The call in an object. ValueError, TypeError or KeyError if it has none."""
+    name, arguments = read["name"], read["arguments" if "arguments" in read else "parameters"]
+    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise TypeError("not a name and arguments")
+    return _checked(name, arguments)
+
+
+def _checked(name: str, arguments: dict[str, Any]) -> ParsedCall:
+    """The call, if JSON can store it; ValueError or TypeError otherwise."""
+    json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
+    return ParsedCall(name=name, arguments=arguments)
+
+
+def make_renderer(
+    tokenizer: Any,
+    *,
+    format: Literal["chat", "plain"],
+    schemas: Sequence[Mapping[str, Any]],
+    chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+) -> Renderer:
+    """The renderer of a format; no schemas: a game. UserError if the chat template cannot continue a conversation."""
+    if format == "plain":
+        return PlainRenderer(TextEncoder(tokenizer))
+    renderer = ChatRenderer(tokenizer, schemas, chat_template_kwargs)
+    renderer.probe()
+    return renderer
