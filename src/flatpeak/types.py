@@ -20,7 +20,7 @@ Score = float | None
 FinishReason = Literal["stop", "length"]
 StopReason = Literal["answered", "done", "max_turns", "max_calls", "max_tokens", "timeout", "failed", "unbridgeable"]
 """answered: a turn without a call. done: the environment said so. max_turns, max_calls, max_tokens, timeout: a limit of
-`episodes`. failed: the environment raised or was lost, so that the reward is missing. unbridgeable: the chat template
+`episodes`. failed: the environment raised or was lost, so that its reward is missing. unbridgeable: the chat template
 cannot continue the tokens that were sampled."""
 Message = Mapping[str, str]
 
@@ -127,7 +127,7 @@ class Turn:
     """The sampled tokens decoded, without special tokens."""
     calls: tuple[ToolCall, ...] = ()
     answer: str = ""
-    """The text that answered the turn: of its calls, or an environment's observation; empty for the last turn."""
+    """The text that answered the turn: of its calls, or an environment's observation; empty where nothing did."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

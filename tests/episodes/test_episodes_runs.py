@@ -32,6 +32,7 @@ class Even:
 
     def reset(self, gold, seed):
         self.left = 3
+        return f"{seed % 7}+{gold}="
 
     def step(self, action):
         self.left -= 1
@@ -388,9 +389,9 @@ def test_two_ranks_play_the_episodes_of_one_process(ranks: Ranks, code: str, tmp
         alone, shared = rows_of(tmp_path / "alone", step), rows_of(tmp_path / "shared", step)
         assert len(alone) == 20
         for one, other in zip(alone, shared, strict=True):
-            for what in ("token_ids", "turns", "trained", "stop_reason", "rewards"):
+            for what in ("prompt_token_ids", "token_ids", "turns", "trained", "stop_reason", "rewards"):
                 assert one[what] == other[what]
     gap = distributed_runs.largest_gap(
         distributed_runs.weights(tmp_path / "alone"), distributed_runs.weights(tmp_path / "shared")
     )
-    assert gap < 1e-4
+    assert gap < 1e-3  # two steps of Adam from other roundings

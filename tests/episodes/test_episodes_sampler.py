@@ -124,6 +124,25 @@ def test_a_game_is_played_turn_by_turn_until_it_is_over_and_pays_the_sum_of_its_
     assert only.token_ids.count(END) == 3  # each turn's own
 
 
+def test_a_least_length_filters_the_first_turn_alone_and_its_sets_stay() -> None:
+    class FilteringFirst(Scripted):
+        def _write(self, name: str, index: int, sampling: Any) -> Completion:
+            completion = super()._write(name, index, sampling)
+            if not sampling.min_new_tokens:
+                return completion
+            kept = tuple((-1, END) for _ in completion.token_ids)
+            return replace(completion, kept=kept, filtered_logprobs=tuple(-0.25 for _ in completion.token_ids))
+
+    sampler = sampler_of(FilteringFirst(lambda name, index: SCRIPT[name, index]), LocalHost(add))
+    (group,) = draw(sampler, [asked("a")], group_size=2, min_new_tokens=2)
+    first = group.completions[0]
+    sampled = first.turns[0].sampled
+    assert first.kept is not None
+    assert first.filtered_logprobs is not None
+    assert [tuple(one) for one in first.kept] == [(-1, END)] * sampled + [(-1,)] * (len(first.token_ids) - sampled)
+    assert first.filtered_logprobs[sampled:] == first.logprobs[sampled:]
+
+
 def test_kept_tokens_and_filtered_log_probabilities_cover_added_tokens_too() -> None:
     class Filtering(Scripted):
         def _write(self, name: str, index: int, sampling: Any) -> Completion:

@@ -156,6 +156,8 @@ def test_a_copy_whose_grading_runs_code_leaves_the_task_to_whoever_evaluates_it(
         ({"rewards": {"x": {"type": "reward_model", "path": "evil/model"}}}, "rewards.x.type=reward_model"),
         ({"rewards": {"x": {"type": "of a later version"}}}, "rewards.x.type=of a later version"),
         ({"task": None}, "task.type=None"),
+        ({"tools": ["evil.py:f"]}, "tools=['evil.py:f']"),
+        ({"environment": "evil.py:E"}, "environment=evil.py:E"),
         ({"task": {"type": ["gsm8k"]}}, "task.type=['gsm8k']"),
         ({"rewards": {"x": {"type": {}}}}, "rewards.x.type={}"),
         ({"task": {"type": "gsm8k", "path": "/etc"}}, "task.path=/etc"),
@@ -196,7 +198,7 @@ def test_every_task_and_reward_that_runs_code_is_outside_the_safe_ones() -> None
         return {one.model_fields["type"].default for one in get_args(get_args(union)[0])}
 
     assert types(TaskConfig) - SAFE_TASKS == {"custom", "preferences", "reasoning_gym"}
-    assert types(RewardConfig) - SAFE_REWARDS == {"function", "judge", "reward_model", "reasoning_gym"}
+    assert types(RewardConfig) - SAFE_REWARDS == {"environment", "function", "judge", "reward_model", "reasoning_gym"}
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"flatpeak": 1}', '{"flatpeak": "0", "task": "x"}'])

@@ -122,8 +122,8 @@ def test_a_function_gets_by_name_what_it_asks_for() -> None:
     assert asked["lengths_PG"].tolist() == [[3, 2], [2, 3]]  # trained tokens
     assert asked["parts"]["correctness"].tolist() == [[1.0, 0.0], [0.5, 0.5]]
     assert asked["part_weights"] == {"correctness": 0.5}
-    assert asked["old_logprobs_PGL"].shape == (2, 2, 4)
-    assert asked["old_logprobs_PGL"][0, 1].tolist() == [*GROUPS[0].completions[1].logprobs, 0.0, 0.0]
+    assert asked["old_logprobs_PGL"].shape == (2, 2, 3)  # of trained tokens
+    assert asked["old_logprobs_PGL"][0, 1].tolist() == [*GROUPS[0].completions[1].logprobs, 0.0]
     assert asked["greedy_P"][0] == 1.0
     assert bool(asked["greedy_P"][1].isnan())
 

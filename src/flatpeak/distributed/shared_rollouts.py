@@ -70,14 +70,12 @@ class SharedSampler(WrappedSampler):
     ) -> list[Group]:
         """One group per prompt, in order; each rank draws its share."""
 
-        def draw(share: Sequence[Prompt]) -> list[tuple[Completion, ...]]:
+        def draw(share: Sequence[Prompt]) -> list[tuple[Prompt, tuple[Completion, ...]]]:
             groups = self.sampler.generate(share, group_size=group_size, sampling=sampling, seed=seed)
-            return [group.completions for group in groups]
+            return [(group.prompt, group.completions) for group in groups]  # an environment may word the prompt
 
         drawn = divided(draw, prompts, ranks=self.ranks, weights=self.weights)
-        groups = [
-            Group(prompt=prompt, completions=completions) for prompt, completions in zip(prompts, drawn, strict=True)
-        ]
+        groups = [Group(prompt=prompt, completions=completions) for prompt, completions in drawn]
         self.sampler.observe(groups)
         return groups
 
@@ -109,16 +107,11 @@ class ServedSampler(WrappedSampler):
     ) -> list[Group]:
         """One group per prompt, in order; all ranks raise an error of the first rank's sampler."""
 
-        def draw() -> list[tuple[tuple[Completion, ...], int | None]]:
-            groups = self.sampler.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)
-            return [(group.completions, group.version) for group in groups]
-
         with self.weights():
-            drawn = self.ranks.first(draw)
-        return [
-            Group(prompt=prompt, completions=completions, version=version)
-            for prompt, (completions, version) in zip(prompts, drawn, strict=True)
-        ]
+            groups: list[Group] = self.ranks.first(
+                lambda: self.sampler.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)
+            )
+        return groups
 
     @contextmanager
     def ahead(

@@ -50,6 +50,14 @@ def read_environment(tools: Sequence[Any], environment: Any) -> Environment | No
     return make_environment(tools=tools, environment=environment) if tools or environment is not None else None
 
 
+def worded_prompt(
+    prompt: PromptConfig, tools: Sequence[Any], environment: Any, config: EpisodesConfig, tokenizer: Tokenizer
+) -> PromptConfig:
+    """The wording of a recipe's prompts, with its tools if it has any."""
+    read = read_environment(tools, environment)
+    return prompt if read is None else episode_prompts(prompt, read, config, tokenizer)
+
+
 def with_tools(example: Example, prompt: PromptConfig, worded: PromptConfig) -> Example:
     """The example, whose own system message, if it has one, also describes the tools."""
     if worded.system == prompt.system or not example.messages or example.messages[0]["role"] != "system":
@@ -91,10 +99,12 @@ def episode_sampler(
     """A sampler of episodes by this one; it ends the processes that call tools when it is closed."""
     worded = episode_prompts(prompt, environment, config, tokenizer)
 
+    # An observation that is too long cannot be dropped from a step.
+    fitting = worded.model_copy(update={"overlong": "truncate_left"}) if worded.overlong == "drop" else worded
+
     def word(example: Example) -> Prompt:
-        return build_prompts(
-            [with_tools(example, prompt, worded)], tokenizer, worded, max_tokens=longest_prompt
-        ).prompts[0]
+        example = with_tools(example, prompt, worded)
+        return build_prompts([example], tokenizer, fitting, max_tokens=longest_prompt).prompts[0]
 
     longest = max(LONGEST_ANSWER, CHARACTERS_PER_TOKEN * config.answer_tokens)
     pool = WorkerPool(WORKERS, timeout=config.call_timeout, memory_bytes=int(config.memory_gib * GIB))

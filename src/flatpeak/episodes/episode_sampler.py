@@ -79,15 +79,19 @@ class Episode:
         )
         if not self.added:
             return whole
-        filtered = last.filtered_logprobs is not None
+        # Only the first turn has a least length, so that its tokens alone may be filtered.
+        filtered = any(turn.filtered_logprobs is not None for turn in self.drawn)
+        kept = any(turn.kept is not None for turn in self.drawn)
         return replace(
             whole,
             token_ids=self._joined(lambda completion: completion.token_ids, lambda token: token),
             logprobs=self._joined(lambda completion: completion.logprobs, lambda _: 0.0),
-            filtered_logprobs=self._joined(lambda completion: completion.filtered_logprobs, lambda _: 0.0)
+            filtered_logprobs=self._joined(lambda turn: turn.filtered_logprobs or turn.logprobs, lambda _: 0.0)
             if filtered
             else None,
-            kept=None if last.kept is None else self._joined(lambda completion: completion.kept, lambda _: (ALL_BUT,)),
+            kept=self._joined(lambda turn: turn.kept or ((ALL_BUT,),) * len(turn.token_ids), lambda _: (ALL_BUT,))
+            if kept
+            else None,
             trained=self._joined(lambda completion: (True,) * len(completion.token_ids), lambda _: False),
         )
 
@@ -182,8 +186,10 @@ class EpisodeSampler(WrappedSampler):
 
     def close(self) -> None:
         """Close the wrapped sampler, and end what calls the tools."""
-        super().close()
-        self.close_tools()
+        try:
+            super().close()
+        finally:
+            self.close_tools()
 
     def _started(self, prompts: Sequence[Prompt], seed: int) -> list[tuple[Prompt, Session]]:
         """The prompts of the first turns, with an environment for each: one start is that of the whole group."""
@@ -194,7 +200,8 @@ class EpisodeSampler(WrappedSampler):
         for prompt, start in zip(prompts, starts, strict=True):
             session, text = self._wait(start)
             if text is not None:
-                prompt = replace(self.word(replace(prompt.example, question=text, messages=())), id=prompt.id)
+                worded = self.word(replace(prompt.example, question=text, messages=()))
+                prompt = replace(worded, id=prompt.id, example=prompt.example)
             started.append((prompt, session))
         return started
 
@@ -297,7 +304,7 @@ class EpisodeSampler(WrappedSampler):
             yield replace(completion, reward=self._wait(reward))
         if self.host.first_failure is not None and not self._announced:
             self._announced = True
-            self._notice(f"an episode without a reward: {self.host.first_failure}; see episodes/ended/failed")
+            self._notice(f"an episode without a reward: {self.host.first_failure}; see reward/missing_fraction")
 
 
 def _cut(completion: Completion, left: int, tokenizer: Tokenizer) -> Completion:

@@ -23,7 +23,7 @@ ADVANTAGE_INPUTS: Final = ("lengths_PG", "parts", "part_weights", "old_logprobs_
 
 - `lengths_PG`: the trained tokens of each completion.
 - `parts`, `part_weights`: the reward's components [P, G], 0 where missing, and their weights, by name.
-- `old_logprobs_PGL`: the sampler's log-probability of each token, 0 beyond a completion's end.
+- `old_logprobs_PGL`: the sampler's log-probability of each token that the policy sampled, 0 beyond a completion's end.
 - `greedy_P`: the reward of a greedy completion of each prompt, NaN where it is missing.
 """
 

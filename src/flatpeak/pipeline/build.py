@@ -161,6 +161,7 @@ def open_evaluation(
         resources.callback(policy.release)
         prompts = make_prompts(config, tasks.main.test, policy, progress, split=f"{tasks.main.name} test")
         sampler = DisplayedSampler(acting(config, build_sampler(policy, config, trains=False), policy), progress)
+        sampler.announce_with(progress.notice)
         resources.callback(sampler.close)
         evaluator = build_evaluator(
             config,

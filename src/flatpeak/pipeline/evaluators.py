@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from flatpeak.config.run_config import RunConfig
+from flatpeak.episodes.build import worded_prompt
 from flatpeak.errors import UserError
 from flatpeak.evaluation.choice_ranking import LetterRanker
 from flatpeak.evaluation.evaluate import PolicyEvaluator
@@ -69,7 +70,7 @@ def build_evaluator(
         max_new_tokens=config.rollout.max_new_tokens,
         stop=config.rollout.stop,
         tokenizer=policy.tokenizer,
-        prompt=config.prompt,
+        prompt=worded_prompt(config.prompt, config.tools, config.environment, config.episodes, policy.tokenizer),
         longest_prompt=longest_prompt(config, policy.context_length),
         may_lack_accuracy=config.may_lack_accuracy,
         ranker=ranker,

@@ -100,6 +100,9 @@ class PromptRecord(BaseModel):
         from_python = [name for name in ("task", "reward") if name in self.objects]
         if from_python:
             return f"a {from_python[0]} from Python"
+        for key in ("tools", "environment"):
+            if self.evaluation.get(key):
+                return f"{key}={self.evaluation[key]}"
         for name, task in _tasks(self.evaluation):
             if _type_of(task) not in SAFE_TASKS:
                 return f"{name}.type={_type_of(task)}"
@@ -194,7 +197,7 @@ def make_prompt_record(
         sampling=sampling,
         evaluation={
             "prompt": {name: resolved["prompt"][name] for name in ("max_tokens", "overlong")},
-            **{name: resolved[name] for name in ("task", "tasks", "rewards", "evaluation")},
+            **{name: resolved[name] for name in ("task", "tasks", "rewards", "evaluation", "tools", "environment")},
         },
     )
 

@@ -143,6 +143,7 @@ def share_components(components: Components, config: RunConfig, objects: CallerO
         weights = replica.present
         if not served:
             sampler = make_sampler(config, objects.sampler, replica)
+            components.resources.callback(sampler.close)
         shard(policy, replica, config.distributed, ranks)
         check_regularization(config, policy)
         for where, optimizer in (("optimizer", config.optimizer), ("sft.optimizer", config.sft.optimizer)):

@@ -17,7 +17,7 @@ from flatpeak.rewards.reward_set import RewardSet
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.rollout.randomness import derive_seed
 from flatpeak.training.curriculum import Phase, next_prompts, question_of
-from flatpeak.types import Group, Prompt, Score, Scores
+from flatpeak.types import Completion, Group, Prompt, Score, Scores
 
 _Drawn = tuple[Group, int, Scores]
 """A group, its index in its round of rollouts, and the scores of that round."""
@@ -158,12 +158,19 @@ def advantage_inputs(
     if "part_weights" in names:
         inputs["part_weights"] = dict(weights)
     if "old_logprobs_PGL" in names:
-        longest = max(len(c.token_ids) for row in completions for c in row)
-        padded = [[[*c.logprobs, *[0.0] * (longest - len(c.logprobs))] for c in row] for row in completions]
+        longest = max(len(c.sampled_ids) for row in completions for c in row)
+        padded = [[_padded(c, longest) for c in row] for row in completions]
         inputs["old_logprobs_PGL"] = torch.tensor(padded, dtype=torch.float32)
     if "greedy_P" in names:
         inputs["greedy_P"] = torch.tensor([float("nan") if score is None else score for score in greedy])
     return inputs
+
+
+def _padded(completion: Completion, length: int) -> list[float]:
+    """The log-probabilities of the tokens that the policy sampled, with zeros up to this length."""
+    sampled = completion.trained or (True,) * len(completion.logprobs)
+    own = [logprob for logprob, chosen in zip(completion.logprobs, sampled, strict=True) if chosen]
+    return [*own, *[0.0] * (length - len(own))]
 
 
 def _pass_rate(phase: Phase, scored: Sequence[Scores]) -> float:

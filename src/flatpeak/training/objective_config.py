@@ -316,11 +316,11 @@ class KLConfig(StrictConfig):
     estimator: Literal["k1", "k2", "k3", "exact"] = "k3"
     """The KL of each token, with d = log reference - log policy. k1: -d, unbiased, of either sign. k2: d^2 / 2, biased,
     but as a loss its expected gradient is that of the KL. k3: exp(d) - d - 1, unbiased and never negative. exact: the
-    sum over the vocabulary, without the noise of sampling, for a pass of the reference in each update; in the loss
-    only."""
+    sum over the vocabulary, without the noise of sampling, at the cost of a pass of the reference in each update; in
+    the loss only."""
     top_k: Annotated[int, Field(ge=1)] | None = None
     """With estimator=exact: sum over so many of the policy's most probable tokens, and estimate the rest by the sampled
-    token (arXiv 2602.04417). null: sum over all."""
+    token, which is unbiased for tokens of the present policy (arXiv 2602.04417). null: sum over all."""
     placement: Literal["loss", "reward", "reward_to_go"] = "loss"
     """loss: `coefficient` times the KL of each token is added to its loss. reward: `coefficient` times a completion's
     KL, summed over its tokens, is subtracted from its reward. reward_to_go: `coefficient` times the KL of a token and

@@ -141,7 +141,7 @@ class Trainer(StageTrainer):
                 skips=progression.skips(self.config.training.difficulty, seed=self.seed),
             )
             if "greedy_P" in self.group_advantages.asks:
-                phase, seed = self.phases[progression.phase], self.step_seed(step)
+                phase, seed = self.phases[progression.phase], rollout_seed(self.step_seed(step))
                 rollouts = with_greedy(rollouts, self.sampler, phase, rollout, seed=seed, as_trained=self.rewards_alone)
         progression.cursors[progression.phase] = rollouts.cursor
         if self.config.training.difficulty is not None:

@@ -168,6 +168,7 @@ def _model(
     examples = [*(task.train if task else ()), *(task.test if task else ()), *(first.train if first else ())]
     examples += [example for one in sets for example in one]
     texts = [*prompt_texts(examples, config.prompt), *(e.rationale for e in examples if e.rationale)]
+    texts += [string.printable] if config.acts and texts else []
     if task is None:
         notes.append("the vocabulary of model.new depends on the data: that of printable ASCII is assumed")
     tokenizer = build_tokenizer(source.new.tokenizer, texts or [string.printable])
