@@ -177,8 +177,12 @@ def test_the_small_runs_end_as_the_page_says(tmp_path: Path) -> None:
     for shown, printed in (healthy, fast, strict, hacked):
         for step, values in table(printed).items():
             recorded = table(shown)[step]
-            # Entropy at a step depends too much on the rounding of the machine; the claims about it are below.
-            assert values[:3] == [None if value is None else pytest.approx(value, abs=0.15) for value in recorded[:3]]
+            # Entropy at a step depends too much on the rounding of the machine; the claims about it are below. So does,
+            # less so, the share of a single step's groups that teach: 0.66 on one processor, 0.89 on another.
+            assert values[:3] == [
+                None if value is None else pytest.approx(value, abs=bound)
+                for value, bound in zip(recorded[:3], (0.15, 0.15, 0.3), strict=True)
+            ]
     for shown, printed in (own, spo, (healthy[0].splitlines()[0], healthy[1].splitlines()[0])):
         assert differences(shown, printed, tolerance=0.15) == []
     rows = table(healthy[1])

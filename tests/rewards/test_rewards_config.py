@@ -22,6 +22,7 @@ from flatpeak.utils.schema import StrictConfig
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(flatpeak.rewards.__file__).parent
 WITHOUT_RECIPE = {
+    "environment": "the reward of a class of the user's own (docs/agents.md)",
     "length": "a component beside others, whose target depends on the model",
 }
 

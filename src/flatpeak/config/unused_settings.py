@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flatpeak.episodes.config import EpisodesConfig
 from flatpeak.training.objective_config import (
     ADVANTAGE_ARGUMENTS,
     LOSS_ARGUMENTS,
@@ -245,6 +246,8 @@ def refuse_unused(config: StrictConfig) -> None:
             if _is_explicit(config, setting):
                 value, chosen = _value(config, setting), _value(config, rule.choice)
                 if value is None or value is False or value == ():  # off, as under the choice
+                    continue
+                if isinstance(value, EpisodesConfig) and value == EpisodesConfig():  # as config.yaml writes it
                     continue
                 raise ValueError(
                     f"{setting}={_as_yaml(value)} has no effect with {rule.choice}={_as_yaml(chosen)}: remove it, or "
