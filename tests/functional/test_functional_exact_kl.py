@@ -7,12 +7,19 @@ import torch
 
 from flatpeak.functional.exact_kl import ExactKL, chunked_exact_kl, exact_kl
 from flatpeak.functional.kept_tokens import KeptTokens
+from flatpeak.functional.logprobs import Head
 
 HEADS = {
     "plain": {},
     "all": {"softcap": 3.0, "logit_scale": 1.7, "temperature": 1.3},
 }
 KEPT = [[0, 3, 5, 6], [1, 2], [-1, 4], list(range(9)), [2], [0, 1, 2], [8, 7]]
+
+
+def chunked_kl(hidden_TD, weight_VD, targets_T, kl, *, bias_V=None, kept_T=None, chunk_size=None, **head):
+    """The KL from hidden states, by a head with these values."""
+    values = {"softcap": None, "logit_scale": 1.0, "temperature": 1.0, "kept_T": kept_T, "chunk_size": chunk_size or 64}
+    return chunked_exact_kl(hidden_TD, weight_VD, targets_T, kl, bias_V=bias_V, head=Head(**values | head))
 
 
 def problem(T=7, D=5, V=9, *, dtype=torch.float64, bias=True):
@@ -61,7 +68,7 @@ def test_values_and_gradients_equal_plain_autograd_in_float64(head, bias, chunk_
     kl = ExactKL(reference=reference_TV.__getitem__)
     settings = {"chunk_size": chunk_size, **HEADS[head]}
     kept_T = None if kept is None else KeptTokens.of(kept, device="cpu")
-    found_T = chunked_exact_kl(hidden_TD, weight_VD, targets_T, kl, bias_V=bias_V, kept_T=kept_T, **settings)
+    found_T = chunked_kl(hidden_TD, weight_VD, targets_T, kl, bias_V=bias_V, kept_T=kept_T, **settings)
     torch.testing.assert_close(found_T, expected_T, rtol=1e-9, atol=1e-12)
     weights_T = torch.linspace(-1, 2, len(targets_T), dtype=torch.float64)
     found = torch.autograd.grad((weights_T * found_T).sum(), sources)
@@ -75,7 +82,7 @@ def test_full_logits_and_chunks_agree(top_k, kept):
     hidden_TD, weight_VD, targets_T, bias_V, reference_TV = problem()
     kl = ExactKL(reference=reference_TV.__getitem__, top_k=top_k)
     kept_T = None if kept is None else KeptTokens.of(kept, device="cpu")
-    chunked_T = chunked_exact_kl(hidden_TD, weight_VD, targets_T, kl, bias_V=bias_V, kept_T=kept_T, chunk_size=2)
+    chunked_T = chunked_kl(hidden_TD, weight_VD, targets_T, kl, bias_V=bias_V, kept_T=kept_T, chunk_size=2)
     full_T = exact_kl(full_logits(hidden_TD, weight_VD, bias_V), targets_T, kl, kept_T=kept_T)
     torch.testing.assert_close(chunked_T, full_T, rtol=1e-9, atol=1e-12)
     sources = (hidden_TD, weight_VD, bias_V)
@@ -98,7 +105,7 @@ def test_the_largest_k_and_the_sampled_rest_have_the_mean_of_the_whole_sum_and_o
     mean, means = torch.zeros((), dtype=torch.float64), [torch.zeros_like(source) for source in sources]
     for token in range(len(weight_VD)):
         kl = ExactKL(reference=reference_TV.__getitem__, top_k=top_k)
-        kl_T = chunked_exact_kl(hidden_1D, weight_VD, torch.tensor([token]), kl, bias_V=bias_V)
+        kl_T = chunked_kl(hidden_1D, weight_VD, torch.tensor([token]), kl, bias_V=bias_V)
         mean = mean + p_V[token] * kl_T.detach().sum()
         for total, grad in zip(means, torch.autograd.grad(kl_T.sum(), sources), strict=True):
             total += p_V[token] * grad
@@ -114,7 +121,7 @@ def test_the_kl_to_the_same_outputs_is_exactly_0_and_so_is_its_gradient():
     zeros_TD, shown_VD = torch.zeros_like(hidden_TD).requires_grad_(), torch.zeros_like(weight_VD)
     for top_k in (None, 2):
         kl = ExactKL(reference=torch.zeros_like(same_TV).__getitem__, top_k=top_k)
-        kl_T = chunked_exact_kl(zeros_TD, shown_VD, targets_T, kl)
+        kl_T = chunked_kl(zeros_TD, shown_VD, targets_T, kl)
         assert kl_T.tolist() == [0.0] * len(targets_T)
         if top_k is None:
             assert not torch.autograd.grad(kl_T.sum(), zeros_TD)[0].any()
@@ -124,7 +131,7 @@ def test_a_second_derivative_of_chunks_is_refused_and_that_of_full_logits_is_rig
     hidden_TD, weight_VD, targets_T, bias_V, reference_TV = problem()
     kl = ExactKL(reference=reference_TV.__getitem__)
     (grad,) = torch.autograd.grad(
-        chunked_exact_kl(hidden_TD, weight_VD, targets_T, kl, bias_V=bias_V).sum(), hidden_TD, create_graph=True
+        chunked_kl(hidden_TD, weight_VD, targets_T, kl, bias_V=bias_V).sum(), hidden_TD, create_graph=True
     )
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(grad.sum(), hidden_TD)
@@ -135,6 +142,6 @@ def test_a_second_derivative_of_chunks_is_refused_and_that_of_full_logits_is_rig
 def test_a_batch_without_tokens_has_no_kl_and_no_gradient():
     hidden_TD, weight_VD, _, bias_V, reference_TV = problem()
     none = torch.zeros(0, dtype=torch.int64)
-    kl_T = chunked_exact_kl(hidden_TD[:0], weight_VD, none, ExactKL(reference=reference_TV.__getitem__), bias_V=bias_V)
+    kl_T = chunked_kl(hidden_TD[:0], weight_VD, none, ExactKL(reference=reference_TV.__getitem__), bias_V=bias_V)
     assert kl_T.shape == (0,)
     assert not torch.autograd.grad(kl_T.sum(), weight_VD)[0].any()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatpeak.episodes.config import EpisodesConfig
 from flatpeak.training.objective_config import (
     ADVANTAGE_ARGUMENTS,
     LOSS_ARGUMENTS,
@@ -247,8 +246,6 @@ def refuse_unused(config: StrictConfig) -> None:
                 value, chosen = _value(config, setting), _value(config, rule.choice)
                 if value is None or value is False or value == ():  # off, as under the choice
                     continue
-                if isinstance(value, EpisodesConfig) and value == EpisodesConfig():  # as config.yaml writes it
-                    continue
                 raise ValueError(
                     f"{setting}={_as_yaml(value)} has no effect with {rule.choice}={_as_yaml(chosen)}: remove it, or "
                     f"set {rule.instead}"
@@ -301,11 +298,16 @@ def explicit_settings(section: StrictConfig, *names: str) -> Iterator[str]:
     A resolved recipe, as a run keeps it, contains all settings of a section; defaults do not count as explicit there.
     """
     fields = type(section).model_fields
-    resolved = fields.keys() <= section.model_fields_set
     for name in names:
-        default = fields[name].get_default(call_default_factory=True)
-        if name in section.model_fields_set and not (resolved and getattr(section, name) == default):
+        value, default = getattr(section, name), fields[name].get_default(call_default_factory=True)
+        resolved = _is_resolved(section) or _is_resolved(value)
+        if name in section.model_fields_set and not (resolved and value == default):
             yield name
+
+
+def _is_resolved(value: Any) -> bool:
+    """Whether a value is a section with all of its settings."""
+    return isinstance(value, StrictConfig) and type(value).model_fields.keys() <= value.model_fields_set
 
 
 def _is_explicit(config: StrictConfig, key: str) -> bool:

@@ -20,7 +20,7 @@ from flatpeak.utils.control_tokens import TextEncoder
 
 GIB = 2**30
 _ANSWER = re.compile(r"<result>(.*?)</result>", re.DOTALL)
-_ANSWERS = re.compile(rf"(?:{_ANSWER.pattern})+".replace("(.*?)", ".*?"), re.DOTALL)
+_ANSWERS = re.compile(r"(?:<result>.*?</result>)+", re.DOTALL)
 Piece = tuple[tuple[int, ...], bool]
 """Tokens, and whether the policy writes them."""
 _CALLING = (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flatpeak.functional.kept_tokens import KeptTokens
-from flatpeak.functional.logprobs import Head, cast_by_autocast, chunk_tokens, head_gradients
+from flatpeak.functional.logprobs import Head, cast_by_autocast, head_gradients
 
 Scores = Callable[[slice], Tensor]
 """A frozen model's z [C, V], logits by temperature, of a slice of the tokens."""
@@ -50,30 +50,13 @@ def exact_kl(scores_TV: Tensor, targets_T: Tensor, kl: ExactKL, *, kept_T: KeptT
 
 
 def chunked_exact_kl(
-    hidden_TD: Tensor,
-    output_weight_VD: Tensor,
-    targets_T: Tensor,
-    kl: ExactKL,
-    *,
-    bias_V: Tensor | None = None,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
-    chunk_size: int | None = None,
-    kept_T: KeptTokens | None = None,
+    hidden_TD: Tensor, output_weight_VD: Tensor, targets_T: Tensor, kl: ExactKL, *, bias_V: Tensor | None, head: Head
 ) -> Tensor:
-    """`exact_kl` from hidden states, with the arguments of `token_logprobs`: no [T, V] tensor is allocated.
+    """`exact_kl` from hidden states, as in `token_logprobs`: no [T, V] tensor is allocated.
 
     Can be differentiated once, with respect to hidden, weight and bias.
     """
     hidden_TD, output_weight_VD, bias_V = cast_by_autocast(hidden_TD, output_weight_VD, bias_V)
-    head = Head(
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        chunk_size=chunk_size or chunk_tokens(len(output_weight_VD), on_cpu=hidden_TD.device.type == "cpu"),
-        kept_T=kept_T,
-    )
     kl_T: Tensor = _ExactKL.apply(hidden_TD, output_weight_VD, targets_T, bias_V, head, kl)
     return kl_T
 

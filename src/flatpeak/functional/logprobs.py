@@ -64,27 +64,6 @@ def token_logprobs(
     return logprobs_T, entropy_T
 
 
-def chunked_scores(
-    hidden_CD: Tensor,
-    weight_VD: Tensor,
-    *,
-    bias_V: Tensor | None,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
-) -> Tensor:
-    """z [C, V] of a chunk, as in `token_logprobs`, in at least float32."""
-    scores_CV = linear(hidden_CD, weight_VD, bias_V)
-    scores_CV = scores_CV.to(_result_dtype(scores_CV))
-    if logit_scale != 1:
-        scores_CV.mul_(logit_scale)
-    if softcap is not None:
-        scores_CV.div_(softcap).tanh_().mul_(softcap)
-    if temperature != 1:
-        scores_CV.div_(temperature)
-    return scores_CV
-
-
 def chunk_tokens(vocabulary: int, *, on_cpu: bool) -> int:
     """The tokens per chunk if the caller of `token_logprobs` gives none."""
     budget, least = (_LOGITS_PER_CHUNK_CPU, _ROWS_CPU) if on_cpu else (_LOGITS_PER_CHUNK, _ROW_MULTIPLE)
@@ -141,14 +120,15 @@ class Head:
 
     def scores(self, hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
         """The chunk's z, [C, V] in at least float32, newly allocated."""
-        return chunked_scores(
-            hidden_CD,
-            weight_VD,
-            bias_V=bias_V,
-            softcap=self.softcap,
-            logit_scale=self.logit_scale,
-            temperature=self.temperature,
-        )
+        scores_CV = linear(hidden_CD, weight_VD, bias_V)
+        scores_CV = scores_CV.to(_result_dtype(scores_CV))
+        if self.logit_scale != 1:
+            scores_CV.mul_(self.logit_scale)
+        if self.softcap is not None:
+            scores_CV.div_(self.softcap).tanh_().mul_(self.softcap)
+        if self.temperature != 1:
+            scores_CV.div_(self.temperature)
+        return scores_CV
 
     def slope(self, scores_CV: Tensor) -> Tensor | float:
         """d z / d (h W^T + b), from z: tanh' = 1 - tanh^2."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from flatpeak.functional.exact_kl import ExactKL, Scores, chunked_exact_kl, exact_kl
-from flatpeak.functional.logprobs import cast_by_autocast, chunked_scores, token_logprobs
+from flatpeak.functional.logprobs import Head as ChunkedHead
+from flatpeak.functional.logprobs import cast_by_autocast, chunk_tokens, token_logprobs
 from flatpeak.policy.linears import Head
 from flatpeak.policy.packing import padded_logits
 from flatpeak.types import PackedCompletions
@@ -25,36 +26,47 @@ class PackedOutputs:
     temperature: float
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The output layer, by the names of arguments of functions of hidden states."""
-        return {
-            "bias_V": self.head.linear.bias,
-            "softcap": self.head.softcap,
-            "logit_scale": self.head.logit_scale,
-            "temperature": self.temperature,
-        }
+    def chunked(self) -> ChunkedHead:
+        """The way from hidden states to logits / temperature, a chunk of tokens at a time."""
+        weight_VD = self.head.linear.weight
+        return ChunkedHead(
+            softcap=self.head.softcap,
+            logit_scale=self.head.logit_scale,
+            temperature=self.temperature,
+            chunk_size=chunk_tokens(len(weight_VD), on_cpu=weight_VD.device.type == "cpu"),
+            kept_T=self.batch.kept_T,
+        )
 
     def logprobs(self) -> tuple[Tensor, Tensor]:
         """Log-probability of, and entropy at, each response token, as of Policy.token_logprobs."""
-        weight_VD, tokens_T, kept_T = self.head.linear.weight, self.batch.tokens_T, self.batch.kept_T
-        return token_logprobs(self.hidden_TD, weight_VD, tokens_T, kept_T=kept_T, **self.settings)
+        return token_logprobs(
+            self.hidden_TD,
+            self.head.linear.weight,
+            self.batch.tokens_T,
+            bias_V=self.head.linear.bias,
+            softcap=self.head.softcap,
+            logit_scale=self.head.logit_scale,
+            temperature=self.temperature,
+            kept_T=self.batch.kept_T,
+        )
 
     def kl(self, kl: ExactKL) -> Tensor:
         """The exact KL at each response token, float32 [T]."""
-        weight_VD, tokens_T, kept_T = self.head.linear.weight, self.batch.tokens_T, self.batch.kept_T
-        return chunked_exact_kl(self.hidden_TD, weight_VD, tokens_T, kl, kept_T=kept_T, **self.settings)
+        layer = self.head.linear
+        return chunked_exact_kl(
+            self.hidden_TD, layer.weight, self.batch.tokens_T, kl, bias_V=layer.bias, head=self.chunked
+        )
 
     def scores(self) -> Scores:
         """logits / temperature at response tokens, without a gradient.
 
         They keep the output layer's weights on their device, also where those of an offloaded model move on.
         """
-        bias = self.head.linear.bias
+        bias, head = self.head.linear.bias, self.chunked
         hidden_TD, weight_VD, bias_V = cast_by_autocast(
             self.hidden_TD.detach(), self.head.linear.weight.detach(), None if bias is None else bias.detach()
         )
-        settings = self.settings | {"bias_V": bias_V}
-        return lambda rows: chunked_scores(hidden_TD[rows], weight_VD, **settings)
+        return lambda rows: head.scores(hidden_TD[rows], weight_VD, bias_V)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
