@@ -7,20 +7,10 @@ import pytest
 from flatpeak.episodes.build import demonstrated
 from flatpeak.episodes.rendering import make_renderer
 from flatpeak.utils.control_tokens import TextEncoder
-from support.chat_templates import CHATML, LOOP, Chat, asking, byte_level_tokenizer
+from support.chat_templates import HERMES, byte_level_tokenizer
 from support.episodes import END, TOKENIZER
 
 ADD = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
-CHAT = Chat(
-    LOOP
-    + "<|im_start|>{{ m.role }}\n{{ m.content }}"
-    + "{% for c in m.tool_calls or [] %}"
-    + '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
-    + "{% endfor %}<|im_end|>\n{% endfor %}"
-    + asking("<|im_start|>assistant\n"),
-    CHATML,
-    ("<tool_call>", "</tool_call>"),
-)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +41,7 @@ def test_a_plain_demonstration_is_cut_where_answers_are(text: str, expected: lis
 
 
 def test_a_chat_demonstration_has_the_template_s_tokens_between_turns() -> None:
-    tokenizer = byte_level_tokenizer(CHAT)
+    tokenizer = byte_level_tokenizer(HERMES)
     renderer = make_renderer(tokenizer, format="chat", schemas=[ADD])
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     call = '<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'

@@ -176,3 +176,17 @@ def byte_level_tokenizer(chat: Chat, *, merges: tuple[tuple[str, str], ...] = ()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=chat.special[-1])
     tokenizer.chat_template = chat.template
     return tokenizer
+
+
+HERMES = Chat(
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    + LOOP
+    + "<|im_start|>{{ m.role }}\n{{ m.content }}"
+    + "{% for c in m.tool_calls or [] %}"
+    + '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
+    + "{% endfor %}<|im_end|>\n{% endfor %}"
+    + asking("<|im_start|>assistant\n"),
+    CHATML,
+    ("<tool_call>", "</tool_call>"),
+)
+"""A template that writes tools and calls as Qwen2.5 and Hermes do."""

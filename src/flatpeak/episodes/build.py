@@ -18,7 +18,6 @@ from flatpeak.tasks.prompts import CHAT, PromptConfig, build_prompts
 from flatpeak.types import Example, Prompt
 from flatpeak.utils.control_tokens import TextEncoder
 
-GIB = 2**30
 _ANSWER = re.compile(r"<result>(.*?)</result>", re.DOTALL)
 _ANSWERS = re.compile(r"(?:<result>.*?</result>)+", re.DOTALL)
 Piece = tuple[tuple[int, ...], bool]
@@ -27,8 +26,6 @@ _CALLING = (
     'You can call tools. Write a call as <tool_call>{"name": "...", "arguments": {...}}</tool_call> and wait for its '
     "answer. These are the tools:"
 )
-WORKERS = 2
-"""Processes that call tools, at most."""
 
 
 def episode_prompts(
@@ -89,6 +86,7 @@ def demonstrated(rationale: str, end: int, *, renderer: Renderer, encoder: TextE
 def episode_sampler(
     sampler: Sampler,
     environment: Environment,
+    pool: WorkerPool,
     *,
     config: EpisodesConfig,
     prompt: PromptConfig,
@@ -96,7 +94,7 @@ def episode_sampler(
     longest_prompt: int,
     context: int,
 ) -> EpisodeSampler:
-    """A sampler of episodes by this one; it ends the processes that call tools when it is closed."""
+    """A sampler of episodes by this one; it closes the pool, whose processes call tools, when it is closed."""
     worded = episode_prompts(prompt, environment, config, tokenizer)
 
     # An observation that is too long cannot be dropped from a step.
@@ -107,7 +105,6 @@ def episode_sampler(
         return build_prompts([example], tokenizer, fitting, max_tokens=longest_prompt).prompts[0]
 
     longest = max(LONGEST_ANSWER, CHARACTERS_PER_TOKEN * config.answer_tokens)
-    pool = WorkerPool(WORKERS, timeout=config.call_timeout, memory_bytes=int(config.memory_gib * GIB))
     return EpisodeSampler(
         sampler,
         host=EnvironmentHost(environment, pool, call_timeout=config.call_timeout, longest_answer=longest),

@@ -25,8 +25,6 @@ class EpisodesConfig(StrictConfig):
     """Seconds for a call of a function, or for all calls of a turn in an environment."""
     answer_tokens: Annotated[int, Field(ge=1)] = 256
     """The most tokens of an answer; a longer one is cut, and says so."""
-    memory_gib: Annotated[float, Field(gt=0)] = 2.0
-    """Memory of a process that calls tools."""
     format: Literal["auto", "plain"] = "auto"
     """The form of calls and answers. auto: that of the chat template with prompt.template=chat, else plain. plain:
     flatpeak's own text, `<call>name(x=1)</call>` and `<result>2</result>`."""

@@ -13,6 +13,7 @@ from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.protocols import Progress
 from flatpeak.rewards.reward_set import RewardSet, as_reward, build_reward
 from flatpeak.rewards.workers.pool import WorkerPool
+from flatpeak.runs.config import RunSectionConfig
 from flatpeak.training.curriculum import Phase
 from flatpeak.training.history import Unanswered
 from flatpeak.types import Prompt
@@ -66,13 +67,14 @@ def open_rewards(config: RunConfig, callers_own: Any, resources: ExitStack, *, p
 
 def _open_workers(config: RunConfig) -> WorkerPool | None:
     """The pool of grading processes, each started when there is something to grade; None where the recipe has none."""
-    size, memory = config.run.grading_workers, config.run.grading_memory
-    if size == 0:
-        return None
+    return None if config.run.grading_workers == 0 else open_pool(config.run, timeout=config.run.grading_timeout)
+
+
+def open_pool(run: RunSectionConfig, *, timeout: float) -> WorkerPool:
+    """A pool of the recipe's size, two without one, in which a call may take so many seconds."""
+    memory = run.grading_memory
     return WorkerPool(
-        2 if size is None else size,
-        timeout=config.run.grading_timeout,
-        memory_bytes=None if memory is None else int(memory * 2**30),
+        run.grading_workers or 2, timeout=timeout, memory_bytes=None if memory is None else int(memory * 2**30)
     )
 
 

@@ -14,6 +14,7 @@ from flatpeak.distributed.shared_rollouts import ServedSampler
 from flatpeak.episodes.build import episode_sampler, read_environment
 from flatpeak.errors import UserError
 from flatpeak.pipeline.rollout_engines import RolloutProcess, build_sampler, configure_policy, served_sampler
+from flatpeak.pipeline.run_rewards import open_pool
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import Progress, Sampler, SamplerLike, Tokenizer, WrappedSampler
 from flatpeak.rollout.ahead import RolloutsAhead
@@ -66,6 +67,7 @@ def acting(config: RunConfig, sampler: Sampler, policy: Policy) -> Sampler:
     return episode_sampler(
         sampler,
         environment,
+        open_pool(config.run, timeout=config.episodes.call_timeout),
         config=config.episodes,
         prompt=config.prompt,
         tokenizer=policy.tokenizer,

@@ -36,7 +36,7 @@ class RunSectionConfig(StrictConfig):
     """The number of processes that call reward functions while other groups are sampled, and that can be killed. null:
     two, started when a function needs them. A positive number: they also grade the built-in rewards. 0: the training
     process grades everything after sampling, and a function that hangs blocks the run. Scores are the same in all
-    cases."""
+    cases. With tools or an environment, as many further processes make their calls; two for 0."""
     grading_timeout: Annotated[float, Field(ge=0.1, allow_inf_nan=False)] = 2.0
     """Seconds that a worker may take for one call, which grades a completion, or a group if the function or built-in
     reward grades groups. After that it is killed, and the scores are missing (or `on_timeout`). A function's `timeout`
