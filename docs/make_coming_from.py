@@ -173,7 +173,7 @@ Two more differences:
 | Missing | Instead |
 |---|---|
 | servers of environments, adapters for gym | [tools and environments](agents.md) in Python |
-| calls as XML in a chat template | calls as JSON, or plain text ([agents](agents.md)) |
+| calls in the forms of Gemma 4, gpt-oss and DeepSeek | [other forms](agents.md#forms-of-calls), or plain text |
 | rewards or advantages per turn | one reward per episode |
 | a critic, GAE, PPO with a value model | baselines of a group ([algorithms](algorithms.md#advantages)) |
 | DeepSpeed, Megatron | [DDP and FSDP2](scaling.md) |

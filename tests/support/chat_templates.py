@@ -1,6 +1,10 @@
 """The shapes of the chat templates in wide use, each with the control tokens of its tokenizer."""
 
+import re
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -190,3 +194,28 @@ HERMES = Chat(
     ("<tool_call>", "</tool_call>"),
 )
 """A template that writes tools and calls as Qwen2.5 and Hermes do."""
+
+
+_CONTROL = re.compile(
+    r"<\|[^|<>]{1,40}\|>|<｜[^｜]+｜>|<(?:start|end)_of_turn>|\[/?[A-Z_]{3,}\]|<\|?[a-z_]+\|>|<\|[a-z_]+>"
+)
+
+
+def trl_templates() -> list[str]:
+    """The names of the chat templates that TRL ships, if it is installed."""
+    return sorted(_trl_files())
+
+
+@cache
+def trl_tokenizer(name: str) -> Any:
+    """A tokenizer with one of the chat templates that TRL ships, and its control tokens."""
+    text = _trl_files()[name].read_text(encoding="utf-8")
+    tokenizer = byte_level_tokenizer(Chat(text, ("<bos>", *dict.fromkeys(_CONTROL.findall(text)))))
+    tokenizer.bos_token = "<bos>"
+    return tokenizer
+
+
+def _trl_files() -> dict[str, Path]:
+    spec = find_spec("trl")
+    folder = Path(spec.origin).parent / "chat_templates" if spec and spec.origin else None
+    return {file.stem: file for file in folder.glob("*.jinja")} if folder else {}

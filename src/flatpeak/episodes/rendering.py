@@ -5,28 +5,18 @@ Sampled tokens are never rendered or tokenized again; a renderer says only which
 
 from __future__ import annotations
 
-import ast
 import json
-import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final, Literal, Protocol
 
+from flatpeak.episodes.calls import CALL_READERS, CallReader, json_calls, plain_calls
 from flatpeak.episodes.tools import ParsedCall
 from flatpeak.errors import UserError, brief
 from flatpeak.utils.answers import THINK_CLOSE, THINK_OPEN
 from flatpeak.utils.control_tokens import TextEncoder
 
-_PLAIN_CALL: Final = re.compile(r"<call>((?:(?!<call>).)*?)(</call>|\Z)", re.DOTALL)
-_CHAT_CALL: Final = re.compile(
-    rf"{THINK_OPEN}.*?(?:{THINK_CLOSE}|\Z)|(?P<call><tool_call>)(?P<body>.*?)(?P<end></tool_call>|\Z)", re.DOTALL
-)
-_THOUGHT: Final = re.compile(rf"{THINK_OPEN}.*?(?:{THINK_CLOSE}|\Z)", re.DOTALL)
-_WHOLE_TURN: Final = re.compile(r"\s*(<\|python_tag\|>|\[TOOL_CALLS\])?\s*(.*?)\s*", re.DOTALL)
-_PLAIN_FORM: Final = 'Write a call as <call>name(x=1, y="a")</call>: arguments by name, and their values written out.'
-_CHAT_FORM: Final = 'Write a call as <tool_call>{"name": "...", "arguments": {...}}</tool_call> with valid JSON.'
 _Message = Mapping[str, Any]
 _USER: Final[_Message] = {"role": "user", "content": "?"}
 _END: Final = "Zq7end"
@@ -72,11 +62,7 @@ class PlainRenderer:
 
     def calls(self, token_ids: Sequence[int]) -> tuple[ParsedCall, ...]:
         """The calls in the sampled tokens of a turn."""
-        text = self._encoder.tokenizer.decode(list(token_ids))
-        return tuple(
-            _python_call(match[1]) if match[2] else _malformed("The call does not end with </call>.", _PLAIN_FORM)
-            for match in _PLAIN_CALL.finditer(text)
-        )
+        return plain_calls(self._encoder.tokenizer.decode(list(token_ids)))
 
     def bridge(
         self, token_ids: Sequence[int], answers: Sequence[tuple[str, str]], *, stopped: bool
@@ -105,6 +91,7 @@ class ChatRenderer:
         self._encoder = TextEncoder(tokenizer)
         self._schemas = [dict(schema) for schema in schemas]
         self._kwargs = dict(chat_template_kwargs)
+        self._read: CallReader = json_calls
         self._control = frozenset(tokenizer.convert_tokens_to_ids(sorted(self._encoder.control_tokens)))
 
     @cached_property
@@ -120,17 +107,8 @@ class ChatRenderer:
     def calls(self, token_ids: Sequence[int]) -> tuple[ParsedCall, ...]:
         """The calls in the sampled tokens of a turn."""
         decode, ids = self._encoder.tokenizer.decode, list(token_ids)
-        return self._read(self._opened + decode(ids), self._opened + decode(ids, skip_special_tokens=True))
-
-    def _read(self, text: str, bare: str) -> tuple[ParsedCall, ...]:
-        """The calls in a turn, given also without its special tokens."""
-        blocks = [match for match in _CHAT_CALL.finditer(text) if match["call"]]
-        if blocks:
-            return tuple(call for match in blocks for call in _json_calls(match["body"], closed=bool(match["end"])))
-        marked, body = (_WHOLE_TURN.fullmatch(_THOUGHT.sub("", one)) for one in (text, bare))
-        calls = _json_calls(body[2], closed=True) if body and body[2][:1] in ("{", "[") else ()
-        # Without a mark, other JSON is an answer.
-        return calls if (marked and marked[1]) or all(call.error is None for call in calls) else ()
+        whole, bare = (self._opened + decode(ids, skip_special_tokens=skip) for skip in (False, True))
+        return self._read(whole, bare, self._schemas)
 
     def bridge(
         self, token_ids: Sequence[int], answers: Sequence[tuple[str, str]], *, stopped: bool
@@ -154,7 +132,7 @@ class ChatRenderer:
         role = "tool" if self._schemas else "user"
         try:
             if self._schemas:
-                self._check_form_of_calls()
+                self._read = self._reader()
             contexts = [(begin, again) for begin in _THOUGHTS for again in (False, True)]
             samples = {
                 self._continuation(role, [("tool", "0")], begin=begin, again=again)[0] for begin, again in contexts
@@ -168,10 +146,12 @@ class ChatRenderer:
                 "episodes.format=plain or another template"
             ) from error
 
-    def _check_form_of_calls(self) -> None:
-        """Raise _UnfitError if the template writes calls in a form that is not read."""
+    def _reader(self) -> CallReader:
+        """The reader of the calls that the template writes; _UnfitError if there is none."""
         # A header may open the reasoning, which the template drops from turns, or writes again.
         header = self._render([_USER], asking=True).partition(THINK_OPEN)[0]
+        # The system message that describes tools for other templates asks for JSON.
+        readers = CALL_READERS if self.describes_tools else (json_calls,)
         for turn in _turns("tool", ["tool"]):
             try:
                 text = self._render([_USER, turn])
@@ -182,13 +162,16 @@ class ChatRenderer:
             if "tool_calls" in turn:
                 closing = _after_end(self._render([_USER, *_turns("user", [])]))
                 body = text.removesuffix(closing).removeprefix(header)
-                if self._read(body, body) != (ParsedCall(name="tool", arguments={"x": _END}),):
-                    raise _UnfitError("it writes calls in a form other than JSON")
+                sample = (ParsedCall(name="tool", arguments={"x": _END}),)
+                reader = next((read for read in readers if read(body, body, self._schemas) == sample), None)
+                if reader is None:
+                    raise _UnfitError("it writes calls in a form that is not read")
                 if not text.endswith(closing):
                     raise _UnfitError("it ends a turn with a call differently from other turns")
-            elif self.describes_tools:
+                return reader
+            if self.describes_tools:
                 raise _UnfitError("it describes tools, and leaves out calls")
-            return
+        return json_calls
 
     def _continuation(
         self, role: str, answers: Sequence[tuple[str, str]], *, begin: str = "", again: bool = False
@@ -273,53 +256,6 @@ def _after_end(text: str) -> str:
     if not match:
         raise _UnfitError("it leaves out the assistant's message")
     return tail
-
-
-def _malformed(problem: str, form: str) -> ParsedCall:
-    """A call that cannot be read."""
-    return ParsedCall(name="", arguments={}, error=f"{problem} {form}")
-
-
-def _python_call(text: str) -> ParsedCall:
-    """The call in Python's syntax."""
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            call = ast.parse(text.strip(), mode="eval").body
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
-            return _malformed("This is not a call.", _PLAIN_FORM)
-        names = [argument.arg for argument in call.keywords if argument.arg is not None]
-        if call.args or len(names) < len(call.keywords) or len(set(names)) < len(names):
-            return _malformed("Give each argument once, by its name.", _PLAIN_FORM)
-        values = [ast.literal_eval(argument.value) for argument in call.keywords]
-        return _checked(call.func.id, dict(zip(names, values, strict=True)))
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        return _malformed("The call could not be read.", _PLAIN_FORM)
-
-
-def _json_calls(text: str, *, closed: bool) -> tuple[ParsedCall, ...]:
-    """The call in a JSON object, or those in a list of them."""
-    if not closed:
-        return (_malformed("The call does not end with </tool_call>.", _CHAT_FORM),)
-    try:
-        read = json.loads(text)
-        return tuple(_json_call(one) for one in (read if isinstance(read, list) else [read]))
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return (_malformed("The call could not be read.", _CHAT_FORM),)
-
-
-def _json_call(read: Any) -> ParsedCall:
-    """The call in an object. ValueError, TypeError or KeyError if it has none."""
-    name, arguments = read["name"], read["arguments" if "arguments" in read else "parameters"]
-    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise TypeError("not a name and arguments")
-    return _checked(name, arguments)
-
-
-def _checked(name: str, arguments: dict[str, Any]) -> ParsedCall:
-    """The call, if JSON can store it; ValueError or TypeError otherwise."""
-    json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
-    return ParsedCall(name=name, arguments=arguments)
 
 
 def make_renderer(
