@@ -130,6 +130,11 @@ class Guess:
         if int(action) == self.gold:
             return Step("right", 1.0, True)
         return "higher" if int(action) < self.gold else "lower", -0.25 if action != "0" else None, False
+
+
+class Judged(Guess):
+    def reward(self, episode):
+        return len(episode.text) + self.gold / 10
 '''
 EXAMPLE = Example(id="row", question="How many?", gold="7", columns={"level": 2, "theme": "sea"})
 EPISODE = Completion(token_ids=(1,), logprobs=(-0.5,), finish_reason="stop", text="over")
@@ -330,6 +335,15 @@ def test_a_game_adds_up_the_rewards_of_its_steps(pool: WorkerPool, files: Path) 
     assert said == ["higher", "lower", "higher", "right"]
     assert (session.rewards, session.done) == ((-0.25, -0.25, 1.0), True)
     assert score(host, session) == 0.5
+
+
+def test_the_reward_of_a_whole_game_replaces_those_of_its_steps(pool: WorkerPool, files: Path) -> None:
+    host = make_host(pool, files, "Judged")
+    session, _ = host.start(EXAMPLE, seed=0).result()
+    assert score(host, session, "cut") == 3.7  # also of a game that a limit ends before its first step
+    session, _ = host.step(session, "7").result()
+    assert session.rewards == (1.0,)
+    assert score(host, session) == 4.7
 
 
 @pytest.mark.parametrize(

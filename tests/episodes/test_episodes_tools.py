@@ -186,11 +186,6 @@ class Neither:
     def reset(self) -> None: ...
 
 
-class Twice:
-    def step(self, action: str) -> Any: ...
-    def reward(self) -> Any: ...
-
-
 class NoAction:
     def step(self) -> Any: ...
 
@@ -215,7 +210,6 @@ class Needs:
     [
         (Both, "environment 'Both' has both step and tools (look): remove step, or begin the other names with _"),
         (Neither, "environment 'Neither' has neither tools nor step: define methods for the policy"),
-        (Twice, "environment 'Twice' has both step and reward: return rewards from step"),
         (NoAction, "step of environment 'NoAction': too many positional arguments; let it take (self, action)"),
         (NoHint, "parameter 'x' has no type hint: write one of"),
         (NoHint, "; begin its name with _ if it is not for the policy"),

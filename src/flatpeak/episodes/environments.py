@@ -104,8 +104,9 @@ def make_environment(
 
     Of a class, each method whose name does not begin with `_` is a tool; or `step(self, action)` makes it a game, and
     returns a `Step` or (observation, reward, done). It may have `reset`, which gets `seed` and the row's columns by
-    name and returns the first observation or None; `reward(self, episode)`, unless it is a game; and an attribute
-    `done`. Instances are pickled after each call: all randomness must come from `seed` or be kept in attributes.
+    name and returns the first observation or None; `reward(self, episode)`, which replaces the sum of a game's rewards;
+    and an attribute `done`. Instances are pickled after each call: all randomness must come from `seed` or be kept in
+    attributes.
     """
     if environment is None:
         return Environment(tools=read_tools(tools))
@@ -133,8 +134,6 @@ def make_environment(
     if methods:
         names = ", ".join(tool.name for tool in methods)
         raise UserError(f"{where} has both step and tools ({names}): remove step, or begin the other names with _")
-    if hasattr(actor, "reward"):
-        raise UserError(f"{where} has both step and reward: return rewards from step, and remove reward")
     check_call(actor.step, given=("self", "action"), arguments={}, where=f"step of {where}", key="step")
     return Environment(tools=(), actor=actor)
 
