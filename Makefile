@@ -44,6 +44,7 @@ test: .venv/installed-dev
 	$(PYTEST) -m "not slow"
 
 test-all: .venv/installed-dev
+	-$(MAKE) .triton/installed
 	$(PYTEST) -m "not exhaustive"
 
 # The commands on a real model, minutes; the package index has it, and without that the tests say that they are skipped.
@@ -138,6 +139,11 @@ real-model-study: .venv/installed-dev $(REAL_MODEL)
 
 .venv/installed: .venv/installed-torch
 	$(BIN)/pip install -e .
+	touch $@
+
+# Triton's interpreter tests the kernels for GPUs on a CPU. Beside .venv: processes that load it report leaks as they end.
+.triton/installed: .venv/installed-dev
+	$(BIN)/pip install --no-deps --upgrade --target .triton "triton>=3.7"
 	touch $@
 
 .venv/installed-dev: .venv/installed-torch

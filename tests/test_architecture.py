@@ -48,7 +48,6 @@ SHORTEST_FILE = 60
 SHORT_FILES = {
     "config.distribution": "refusals that read every section, apart from the rules of unused settings",
     "functional.kl": "the KL estimators stand beside the losses, each with its equation",
-    "policy.checkpoint_weights": "the names of a checkpoint's tensors, in files and for servers alike",
     "tasks.long_texts": "the cost of tokenizing, which the wording of prompts does not depend on",
 }
 UNIONS = {"flatpeak.tasks.config", "flatpeak.rewards.config"}
@@ -146,11 +145,13 @@ def outside(package: str) -> set[str]:
     return {name for name in names if not name.startswith(f"flatpeak.{package}.")}
 
 
-def test_the_mathematics_import_torch_and_two_functions_of_the_kernels():
+def test_the_mathematics_import_torch_and_four_functions_of_the_kernels():
     names = outside("functional")
     assert {name for name in names if name.startswith("flatpeak")} == {
         "flatpeak.kernels.matmul.add_linear",
         "flatpeak.kernels.matmul.linear",
+        "flatpeak.kernels.token_logprobs_triton.differentiate_",
+        "flatpeak.kernels.token_logprobs_triton.read_logits",
     }
     assert {name.split(".")[0] for name in names} <= FUNCTIONAL_MAY_IMPORT | {"flatpeak"}
 

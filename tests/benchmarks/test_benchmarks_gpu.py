@@ -61,6 +61,7 @@ def test_steps_of_trl_are_the_time_between_two_batches_of_completions() -> None:
     clock = StepClock(bench(), until=math.inf)
     clock.calls = [(0.0, 10), (5.0, 20), (7.0, 40), (10.0, 20)]
     assert clock.rows() == [
+        {"step_seconds": 5.0, "response_tokens": 15.0, "response_tokens_per_second": 3.0},
         {"step_seconds": 2.0, "response_tokens": 30.0, "response_tokens_per_second": 15.0},
         {"step_seconds": 3.0, "response_tokens": 30.0, "response_tokens_per_second": 10.0},
     ]
@@ -95,9 +96,9 @@ def test_every_part_runs_on_tiny_shapes(tmp_path: Path, one_thread: None) -> Non
         assert row["tokens_per_second"] * row["milliseconds_per_token"] == pytest.approx(1000 * batch)
         assert row["share_of_ceiling"] * row["ceiling_tokens_per_second"] == pytest.approx(row["tokens_per_second"])
     assert attention["chosen_gb_per_second"] > 0
-    assert len(parts["train"]) == 8
+    assert len(parts["train"]) == 10
     assert all(row["mfu"] > 0 for row in parts["train"])
-    assert parts["train"][2]["packed_tokens"] > parts["train"][0]["packed_tokens"]
+    assert parts["train"][4]["packed_tokens"] > parts["train"][0]["packed_tokens"]
     for row in parts["step"][1:]:
         assert row["completions"] == 8
         assert row["logprob_gap_max"] < 1e-4
@@ -108,5 +109,5 @@ def test_every_part_runs_on_tiny_shapes(tmp_path: Path, one_thread: None) -> Non
     assert parts["gr"][0]["regularized_seconds"] > 0
     generate, batching = parts["trl"]
     assert generate["stopped"] is None
-    assert len(generate["steps"]) == 2
+    assert len(generate["steps"]) == 3
     assert "memory" in batching["skipped"]

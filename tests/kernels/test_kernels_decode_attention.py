@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +22,7 @@ from flatpeak.kernels.decode_attention import (
 )
 from flatpeak.kernels.prompt_tiles import TILE_ROWS, PromptTiles
 from support.decode_attention import Case, as_argument, naive, problem
+from support.triton_interpreter import has_interpreter, has_triton, run
 
 CASES = [
     Case(),
@@ -57,17 +54,6 @@ CASES = [
     Case(columns=1152, kv_heads=1, repeats=16, lengths=(1152,), prompts=(0,)),
 ]
 GAPS = {"float32": 3e-6, "bfloat16": 1.5e-2}
-has_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-has_interpreter = pytest.mark.skipif(
-    find_spec("triton") is None or version("triton").startswith("3.6"),
-    reason="triton is not installed, or its interpreter is too old for numpy 2.4",
-)
-
-
-def run(*command: str, **environment: str) -> str:
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=os.environ | environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -80,9 +66,7 @@ def test_the_reference_is_the_softmax_of_one_row_at_a_time(case: Case) -> None:
 
 @has_interpreter
 def test_the_kernel_is_the_softmax_of_one_row_at_a_time() -> None:
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    command = ("-m", "support.decode_attention", as_argument(CASES))
-    gaps = json.loads(run(*command, TRITON_INTERPRET="1", PYTHONPATH=path))
+    gaps = json.loads(run("-m", "support.decode_attention", as_argument(CASES), TRITON_INTERPRET="1"))
     assert len(gaps) == len(CASES)
     for case, (from_naive, from_reference) in zip(CASES, gaps, strict=True):
         assert from_naive < GAPS[case.dtype], case

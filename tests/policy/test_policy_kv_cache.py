@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from flatpeak.kernels.block_attention import AttentionRule
 from flatpeak.policy.decoding_attention import CpuDecodeAttention, GpuDecodeAttention
 from flatpeak.policy.kv_cache import KeyValueCache, fitting_buckets, round_up
 from flatpeak.policy.packing import pack_prompts
-from flatpeak.policy.training_attention import AttentionRule, PackedContext
+from flatpeak.policy.training_attention import PackedContext
 from flatpeak.rollout.scheduler import Schedule
 
 TOLERANCE = 5e-6

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatpeak.policy import packing, training_attention
+from flatpeak.kernels import block_attention
+from flatpeak.policy import packing
 from flatpeak.policy.model import Policy
 from flatpeak.types import Batch
 from support.architectures import ARCHITECTURES, COMMON, architecture_model
@@ -128,8 +129,8 @@ def policy() -> Policy:
 def test_memory_goes_by_the_tokens_of_a_micro_batch_and_not_by_the_longest(
     policy: Policy, mixed: Callable[[], Batch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_attention, "MOST_KEYS", 2**14)
-    monkeypatch.setattr(training_attention, "MOST_SCORES", 2**18)
+    monkeypatch.setattr(block_attention, "MOST_KEYS", 2**14)
+    monkeypatch.setattr(block_attention, "MOST_SCORES", 2**18)
     batch = mixed()
     tokens = sum(map(len, batch.prompts)) + len(batch.tokens_T)
     pairs = tokens // 50

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatpeak.policy import training_attention
+from flatpeak.kernels import block_attention
+from flatpeak.kernels.block_attention import BLOCK, AttentionRule, attend_in_blocks, cut_blocks
 from flatpeak.policy.model import Policy
-from flatpeak.policy.training_attention import BLOCK, AttentionRule, attend_in_blocks, cut_blocks
 from flatpeak.types import Batch
 from support.architectures import ARCHITECTURES, COMMON
 from support.models import tiny_model
@@ -118,13 +118,13 @@ def with_gradients(function: Any, case: Case, tensors: list[Tensor]) -> tuple[Te
 def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry per use of torch's fused kernel."""
     calls: list[int] = []
-    apply = training_attention._FusedBlocks.apply
+    apply = block_attention._FusedBlocks.apply
 
     def spy(*args: Any) -> Any:
         calls.append(1)
         return apply(*args)
 
-    monkeypatch.setattr(training_attention._FusedBlocks, "apply", spy)
+    monkeypatch.setattr(block_attention._FusedBlocks, "apply", spy)
     return calls
 
 
@@ -159,7 +159,7 @@ def test_a_few_responses_at_a_time_change_no_bit(name: str, monkeypatch: pytest.
     case = CASES[name]
     given = states(case).tensors
     together = with_gradients(attend, case, given)
-    monkeypatch.setattr(training_attention, "MOST_KEYS", 2 * (70 + BLOCK))
+    monkeypatch.setattr(block_attention, "MOST_KEYS", 2 * (70 + BLOCK))
     few = with_gradients(attend, case, given)
     assert torch.equal(few[0], together[0])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(few[1], together[1], strict=True))
@@ -173,7 +173,7 @@ def pad_last(tensor: Tensor) -> Tensor:
 def test_gradients_are_the_finite_differences_for_blocks_of_any_size(
     window: int | None, monkeypatch: pytest.MonkeyPatch, fused_calls: list
 ) -> None:
-    monkeypatch.setattr(training_attention, "BLOCK", 3)
+    monkeypatch.setattr(block_attention, "BLOCK", 3)
     case = Case(lengths=(7, 6, 2), prompt_N=(1, 0, 1), prompt_lengths=(1, 3), window=window)
     leaves = [tensor.requires_grad_() for tensor in states(case, torch.float64).tensors]
     assert torch.autograd.gradcheck(
@@ -272,9 +272,9 @@ def all_tokens(case: Case) -> Iterator[tuple[int, int]]:
 def test_blocks_hold_every_token_once_and_see_what_a_causal_window_shows(
     window: int | None, size: int, most: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_attention, "BLOCK", size)
+    monkeypatch.setattr(block_attention, "BLOCK", size)
     for name, value in most.items():
-        monkeypatch.setattr(training_attention, name, value)
+        monkeypatch.setattr(block_attention, name, value)
     case = Case(lengths=(9, 8, 4, 1), prompt_N=(0, 1, 1, 2), prompt_lengths=(12, 1, 5))
     before_N = torch.tensor(case.prompt_lengths)[list(case.prompt_N)]
     seen: set[tuple[int, int]] = set()

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from flatpeak.kernels.decode_attention import decode_attention
-from flatpeak.policy.training_attention import ATTENTION_NAME, register_attention
+from flatpeak.policy.training_attention import ATTENTION_NAME, NO_MASK, register_attention
 from flatpeak.rollout.cuda_graphs import GraphedStep
 from flatpeak.rollout.randomness import completion_keys, uniforms
 from flatpeak.rollout.sampling import draw
@@ -231,6 +231,7 @@ class Decoding:
         positions_R = self.prompt_lengths_A.index_select(0, self.prompt_S[:rows]) + self.lengths_S[:rows] - 1
         hidden = self.model.model(
             input_ids=self.tokens_S[:rows, None],
+            attention_mask=NO_MASK,
             position_ids=positions_R[:, None],
             use_cache=False,
             attention_context=self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ _LOGITS_PER_CHUNK_CPU = 1 << 22
 """16 MiB of float32: fits large caches, and still needs few passes over the gradient of a large output layer."""
 _LOGITS_PER_CHUNK = 1 << 26
 """256 MiB of float32."""
+_LOGITS_PER_FUSED_CHUNK = 1 << 28
+"""Twice the memory in bfloat16, where the kernels need a chunk's logits alone."""
 _ROWS_CPU = 256
 """The least rows of a chunk on a CPU: with fewer, the product with a large output layer is slower."""
 _ROW_MULTIPLE = 64
@@ -53,21 +56,29 @@ def token_logprobs(
     _check(hidden_TD, output_weight_VD, targets_T, bias_V, chunk_size)
     if temperature <= 0 or (softcap is not None and softcap <= 0):
         raise ValueError(f"temperature={temperature}, softcap={softcap}: give values above 0 (softcap=None is off)")
+    on_cpu, fused = hidden_TD.device.type == "cpu", kept_T is None and _has_kernels(hidden_TD)
     head = Head(
         softcap=softcap,
         logit_scale=logit_scale,
         temperature=temperature,
-        chunk_size=chunk_size or chunk_tokens(len(output_weight_VD), on_cpu=hidden_TD.device.type == "cpu"),
+        chunk_size=chunk_size or chunk_tokens(len(output_weight_VD), on_cpu=on_cpu, fused=fused),
         kept_T=kept_T,
+        fused=fused,
     )
     logprobs_T, entropy_T = _TokenLogprobs.apply(hidden_TD, output_weight_VD, targets_T, bias_V, head)
     return logprobs_T, entropy_T
 
 
-def chunk_tokens(vocabulary: int, *, on_cpu: bool) -> int:
-    """The tokens per chunk if the caller of `token_logprobs` gives none."""
-    budget, least = (_LOGITS_PER_CHUNK_CPU, _ROWS_CPU) if on_cpu else (_LOGITS_PER_CHUNK, _ROW_MULTIPLE)
+def chunk_tokens(vocabulary: int, *, on_cpu: bool, fused: bool = False) -> int:
+    """The tokens per chunk if the caller of `token_logprobs` gives none; `fused`: by kernels."""
+    on_gpu = _LOGITS_PER_FUSED_CHUNK if fused else _LOGITS_PER_CHUNK
+    budget, least = (_LOGITS_PER_CHUNK_CPU, _ROWS_CPU) if on_cpu else (on_gpu, _ROW_MULTIPLE)
     return max(least, budget // (vocabulary * _ROW_MULTIPLE) * _ROW_MULTIPLE)
+
+
+def _has_kernels(hidden_TD: Tensor) -> bool:
+    """Whether Triton computes from the logits on: on a GPU, up to single precision."""
+    return hidden_TD.device.type == "cuda" and hidden_TD.dtype != torch.float64 and find_spec("triton") is not None
 
 
 def cast_by_autocast(
@@ -109,6 +120,14 @@ class Head:
     temperature: float
     chunk_size: int
     kept_T: KeptTokens | None
+    fused: bool = False
+    """Whether kernels compute from the logits on."""
+
+    @property
+    def kernel_settings(self) -> dict[str, float]:
+        """The factor of z and the soft cap of the logits, as the kernels take them."""
+        softcap = 0.0 if self.softcap is None else self.softcap / self.logit_scale
+        return {"factor": self.logit_scale / self.temperature, "softcap": softcap}
 
     def mask(self, rows: slice, vocabulary: int) -> Tensor | None:
         """bool [C, V]: the tokens that each of a chunk's tokens was drawn from; None: all."""
@@ -146,8 +165,16 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         logprobs_T = hidden_TD.new_empty(len(hidden_TD), dtype=_result_dtype(hidden_TD))
         entropy_T = torch.empty_like(logprobs_T)
+        logsum_T = torch.empty_like(logprobs_T) if head.fused else None
         with torch.autocast(hidden_TD.device.type, enabled=False):
             for rows in head.chunks(len(hidden_TD)):
+                if logsum_T is not None:
+                    from flatpeak.kernels.token_logprobs_triton import read_logits
+
+                    logits_CV = linear(hidden_TD[rows], weight_VD, bias_V)
+                    results = read_logits(logits_CV, targets_T[rows], **head.kernel_settings)
+                    logprobs_T[rows], entropy_T[rows], logsum_T[rows] = results
+                    continue
                 scores_CV = head.scores(hidden_TD[rows], weight_VD, bias_V)
                 logprobs_CV = torch.log_softmax(scores_CV, -1)
                 logprobs_T[rows] = logprobs_CV.gather(1, targets_T[rows, None]).squeeze(1)
@@ -157,16 +184,29 @@ class _TokenLogprobs(torch.autograd.Function):
                 entropy_T[rows] = torch.exp(logprobs_CV, out=scores_CV).mul_(logprobs_CV).sum(-1).neg_()
                 del scores_CV, logprobs_CV  # free them before the next chunk allocates its tensors
         ctx.head = head
-        ctx.save_for_backward(hidden_TD, weight_VD, targets_T, bias_V, entropy_T)
+        ctx.save_for_backward(hidden_TD, weight_VD, targets_T, bias_V, entropy_T, logsum_T)
         return logprobs_T, entropy_T
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_TD, weight_VD, targets_T, bias_V, entropy_T = ctx.saved_tensors
+        hidden_TD, weight_VD, targets_T, bias_V, entropy_T, logsum_T = ctx.saved_tensors
         if grad_logprobs_T is None:
             grad_logprobs_T = torch.zeros_like(entropy_T)
         if grad_entropy_T is not None and not bool(grad_entropy_T.any()):
             grad_entropy_T = None
+
+        def logit_gradient(rows: slice) -> Tensor:
+            from flatpeak.kernels.token_logprobs_triton import differentiate_
+
+            return differentiate_(
+                linear(hidden_TD[rows], weight_VD, bias_V),
+                targets_T[rows],
+                logsum_T[rows],
+                entropy_T[rows],
+                grad_logprobs_T[rows],
+                None if grad_entropy_T is None else grad_entropy_T[rows],
+                **ctx.head.kernel_settings,
+            )
 
         def score_gradient(rows: slice, scores_CV: Tensor) -> Tensor:
             return _score_gradient(
@@ -181,7 +221,10 @@ class _TokenLogprobs(torch.autograd.Function):
         needs_hidden, needs_weight, _, needs_bias, _ = ctx.needs_input_grad
         needs = (needs_hidden, needs_weight, needs_bias)
         grad_hidden_TD, grad_weight_VD, grad_bias_V = head_gradients(
-            ctx.head, hidden_TD, weight_VD, bias_V, needs=needs, score_gradient=score_gradient
+            *(ctx.head, hidden_TD, weight_VD, bias_V),
+            needs=needs,
+            score_gradient=score_gradient,
+            logit_gradient=None if logsum_T is None else logit_gradient,
         )
         return grad_hidden_TD, grad_weight_VD, None, grad_bias_V, None
 
@@ -194,10 +237,12 @@ def head_gradients(
     *,
     needs: tuple[bool, bool, bool],
     score_gradient: Callable[[slice, Tensor], Tensor],
+    logit_gradient: Callable[[slice], Tensor] | None = None,
 ) -> list[Tensor | None]:
     """The gradients of hidden states, weight and bias, where `needs` asks for them.
 
-    `score_gradient` gives d loss / d z [C, V] of a chunk, from its slice and its z, which it may overwrite.
+    `score_gradient` gives d loss / d z [C, V] of a chunk, from its slice and its z, which it may overwrite;
+    `logit_gradient`, in its place, d loss / d (h W^T + b), from the slice alone.
     """
     needs_hidden, needs_weight, needs_bias = needs
     with torch.no_grad(), torch.autocast(hidden_TD.device.type, enabled=False):
@@ -207,6 +252,9 @@ def head_gradients(
             bias_V=_zeros_like(bias_V) if bias_V is not None and needs_bias else None,
         )
         for rows in head.chunks(len(hidden_TD)):
+            if logit_gradient is not None:
+                grads.add(logit_gradient(rows), hidden_TD[rows], weight_VD, rows)
+                continue
             scores_CV = head.scores(hidden_TD[rows], weight_VD, bias_V)
             slope = head.slope(scores_CV)
             grad_CV = score_gradient(rows, scores_CV)

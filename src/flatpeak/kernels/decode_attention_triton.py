@@ -17,8 +17,13 @@ from torch import Tensor
 
 from flatpeak.kernels.prompt_tiles import TILE_ROWS, PromptTiles
 
-LARGEST_CHUNK = 256
+LARGEST_CHUNK = 512
 MOST_CHUNKS = 64
+PROGRAMS_PER_PROCESSOR = 2
+"""Chunks are halved until so many programs read keys."""
+STAGE_BYTES = 16_384
+"""Bytes of a block of keys."""
+STAGES, WARPS = 3, 4
 MERGED_AT_ONCE = 16
 
 
@@ -75,23 +80,22 @@ def kernel_attention(
 
 
 def launch_settings(dim: int, *, repeats: int, item_size: int) -> dict[str, int]:
-    """Block sizes: shared memory holds a few stages of key and value blocks, twice as many in half precision."""
+    """Block sizes: shared memory holds a few stages of key and value blocks."""
     block_d = triton.next_power_of_2(dim)
-    row_bytes = block_d * item_size
     return {
         "DIM": dim,
         "BLOCK_D": block_d,
-        "BLOCK_N": 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16,
+        "BLOCK_N": min(64, max(16, STAGE_BYTES // (block_d * item_size))),
         "OWN_ROWS": max(16, triton.next_power_of_2(repeats)),
-        "num_warps": 4,
-        "num_stages": 3 if row_bytes <= 256 else 2,
+        "num_warps": WARPS,
+        "num_stages": STAGES,
     }
 
 
 def choose_chunk(columns: int, *, programs: int, device: torch.device) -> int:
     """The number of keys per program that gives every processor work, from the shapes alone."""
     chunk = LARGEST_CHUNK
-    while chunk > 64 and programs * -(-columns // chunk) < 2 * _processors(device):
+    while chunk > 64 and programs * -(-columns // chunk) < PROGRAMS_PER_PROCESSOR * _processors(device):
         chunk //= 2
     while -(-columns // chunk) > MOST_CHUNKS:
         chunk *= 2
@@ -104,7 +108,8 @@ def _processors(device: torch.device) -> int:
 
 
 # fmt: off
-@triton.jit
+# Each value that is 1 or a multiple of 16 would otherwise have kernels of its own, compiled in the middle of a rollout.
+@triton.jit(do_not_specialize=["chunks", "prompt_chunks", "num_tiles", "window"])
 def _attend_chunks(
     query, partial, logsum,
     keys, values, lengths, columns, chunks,
@@ -216,7 +221,7 @@ def _scores(
     return tl.where(visible_MN, score_MN, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["all_chunks"])
 def _merge_chunks(
     partial, logsum, output, all_chunks, heads, dim, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr
 ):

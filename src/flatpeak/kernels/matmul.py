@@ -41,11 +41,16 @@ def linear(input_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) ->
 
 
 def add_linear(sum_MN: Tensor, input_MK: Tensor, weight_NK: Tensor) -> None:
-    """Add input W^T to a sum outside autograd, without a temporary product if torch multiplies."""
-    if served(weight_NK) or sum_MN.dtype != input_MK.dtype:
-        sum_MN.add_(linear(input_MK, weight_NK))
-    else:
+    """Add input W^T to a sum outside autograd, without a temporary product if torch multiplies in one type.
+
+    On a GPU, factors in half precision are multiplied and summed in float32 too.
+    """
+    if sum_MN.dtype == input_MK.dtype and not served(weight_NK):
         sum_MN.addmm_(input_MK, weight_NK.t())
+    elif sum_MN.device.type == "cuda":
+        torch.addmm(sum_MN, input_MK, weight_NK.t(), out_dtype=sum_MN.dtype, out=sum_MN)
+    else:
+        sum_MN.add_(linear(input_MK, weight_NK))
 
 
 def served(weight: Tensor) -> bool:

@@ -19,10 +19,10 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from flatpeak.kernels.block_attention import SUM_COLUMNS, AttentionRule
 from flatpeak.kernels.decode_attention import decode_attention
 from flatpeak.kernels.prompt_tiles import PromptTiles
 from flatpeak.policy.kv_cache import KeyValueCache
-from flatpeak.policy.training_attention import SUM_COLUMNS, AttentionRule
 
 LEAST_QUERIES = 4
 """The slots of a prompt are padded to a multiple of this, because products of fewer query rows round differently."""
@@ -40,7 +40,6 @@ class CpuDecodeAttention:
     def __init__(self) -> None:
         self._batch_size = 0
         self._width = 0
-        self._own_columns: dict[int, Tensor] = {}
         self._own_bias: dict[tuple[int, int | None], Tensor] = {}
         self._prompts: list[SharedPrompts] | None = None
 
@@ -53,13 +52,7 @@ class CpuDecodeAttention:
         if self._prompts is None or batch_size != self._batch_size:
             self._prompts = _by_region_size(cache, batch_size)
         self._batch_size, self._width = batch_size, width
-        self._own_columns, self._own_bias = {}, {}
-
-    def columns(self, cache: KeyValueCache, kv_heads: int) -> Tensor:
-        """KeyValueCache.next_columns, kept for all layers of the step."""
-        if kv_heads not in self._own_columns:
-            self._own_columns[kv_heads] = cache.next_columns(self._batch_size, kv_heads)
-        return self._own_columns[kv_heads]
+        self._own_bias = {}
 
     def attend(self, cache: KeyValueCache, layer: int, query: Tensor, rule: AttentionRule) -> Tensor:
         """Attend with query [R, Hq, 1, D] over keys of prompts and completions: [R, 1, Hq, D]."""
@@ -100,7 +93,7 @@ class GpuDecodeAttention:
 
     def __init__(self) -> None:
         self._tiles: dict[tuple[int, int], PromptTiles] = {}
-        self._batch_size = 0
+        self._seen_S: Tensor | None = None
 
     def rearranged(self, cache: KeyValueCache) -> None:
         """Update the tables in place, because captured graphs read them."""
@@ -108,15 +101,12 @@ class GpuDecodeAttention:
             tiles.refresh_(cache.prompt_S[:slots])
 
     def begin(self, cache: KeyValueCache, batch_size: int, width: int) -> None:
-        """Prepare a step over the first slots; the kernel reads lengths on the device."""
-        self._batch_size = batch_size
-
-    def columns(self, cache: KeyValueCache, kv_heads: int) -> Tensor:
-        """KeyValueCache.next_columns for the slots of this step."""
-        return cache.next_columns(self._batch_size, kv_heads)
+        """Count the columns that each slot sees; the kernel reads them on the device."""
+        self._seen_S = cache.lengths_S + 1
 
     def attend(self, cache: KeyValueCache, layer: int, query: Tensor, rule: AttentionRule) -> Tensor:
         """Attend with query [R, Hq, 1, D] over keys of prompts and completions: [R, 1, Hq, D]."""
+        assert self._seen_S is not None
         keys, values = cache.layers[layer]
         slots, heads = query.shape[:2]
         repeats = heads // keys.shape[1]
@@ -128,7 +118,7 @@ class GpuDecodeAttention:
             query[:, :, 0],
             keys,
             values,
-            cache.lengths_S + 1,
+            self._seen_S,
             *cache.prompts.layers[layer],
             cache.prompt_S,
             *cache.prompts.tables,

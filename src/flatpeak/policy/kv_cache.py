@@ -33,8 +33,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from flatpeak.kernels.block_attention import AttentionRule
 from flatpeak.policy.packing import PackedRow, by_length, offsets
-from flatpeak.policy.training_attention import AttentionRule, PackedContext
+from flatpeak.policy.training_attention import PackedContext
 
 Buckets = Mapping[int, int]
 """Columns of a region -> the number of regions of that size."""
@@ -60,10 +61,6 @@ class DecodeAttention(Protocol):
 
     def begin(self, cache: KeyValueCache, batch_size: int, width: int) -> None:
         """Prepare a step over the first `batch_size` slots, which see at most `width` completion columns."""
-        ...
-
-    def columns(self, cache: KeyValueCache, kv_heads: int) -> Tensor:
-        """KeyValueCache.next_columns for the slots of this step."""
         ...
 
     def attend(self, cache: KeyValueCache, layer: int, query: Tensor, rule: AttentionRule) -> Tensor:
@@ -101,6 +98,7 @@ class KeyValueCache:
         """Per layer keys and values [S, Hkv, columns, D]."""
         self.calls: list[int] = []
         """The layers that have asked for attention in this step."""
+        self._columns: dict[int, Tensor] = {}
         self._on_gpu = device.type != "cpu"
         self._attention = attention
         self.restart(new_tokens=new_tokens)
@@ -176,6 +174,7 @@ class KeyValueCache:
     def begin_token(self, batch_size: int) -> None:
         """Prepare a step over the first `batch_size` slots."""
         self.calls = []
+        self._columns = {}
         # The host counts lengths too: reading them from a tensor would wait for the device.
         longest = max(self._starts[:batch_size]) + self._decoded + 1
         width = min(round_up(longest, self.key_multiple), self.columns)
@@ -196,16 +195,24 @@ class KeyValueCache:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """Store the keys and values of the new tokens and attend over all; see AttentionContext, here with L = 1."""
         self.calls.append(layer)
-        columns = self._attention.columns(self, key.shape[1])
+        columns = self._next_columns(len(key), key.shape[1])
         for memory, new in zip(self.layers[layer], (key, value), strict=True):
             memory.view(-1, memory.shape[-1]).index_copy_(0, columns, new.flatten(0, 2))
         return self._attention.attend(self, layer, query, rule)
 
-    def next_columns(self, batch_size: int, kv_heads: int) -> Tensor:
-        """int64 [R * Hkv]: the target of each new key head in a layer's memory, viewed as vectors of size D."""
-        lengths_R = self.lengths_S[:batch_size]
-        heads = torch.arange(batch_size * kv_heads, device=lengths_R.device).view(batch_size, kv_heads)
-        return (heads * self.columns + lengths_R[:, None]).flatten()
+    def attend_stored(self, layer: int, query: Tensor, rule: AttentionRule) -> Tensor:
+        """Attend with query [R, Hq, D] over keys of prompts and completions, the new tokens' stored already."""
+        self.calls.append(layer)
+        return self._attention.attend(self, layer, query[:, :, None], rule)[:, 0]
+
+    def _next_columns(self, batch_size: int, kv_heads: int) -> Tensor:
+        """int64 [R * Hkv]: the target of each new key head in a layer's memory, viewed as vectors of size D; kept for
+        all layers of the step."""
+        if kv_heads not in self._columns:
+            lengths_R = self.lengths_S[:batch_size]
+            heads = torch.arange(batch_size * kv_heads, device=lengths_R.device).view(batch_size, kv_heads)
+            self._columns[kv_heads] = (heads * self.columns + lengths_R[:, None]).flatten()
+        return self._columns[kv_heads]
 
     def _index(self, indices: Sequence[int]) -> Tensor:
         return torch.tensor(indices, dtype=torch.int64, device=self.lengths_S.device)

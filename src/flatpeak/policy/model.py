@@ -15,9 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flatpeak.errors import UserError
 from flatpeak.kernels.native.decode import NativeCache, PackedModel
-from flatpeak.policy.checkpoint_weights import named_weights, save_model
 from flatpeak.policy.compatibility import probe, unsupported
 from flatpeak.policy.decoding_attention import CpuDecodeAttention, GpuDecodeAttention
+from flatpeak.policy.gpu_decoding import FusedDecoding, fused_decoding
 from flatpeak.policy.kv_cache import GPU_KEY_MULTIPLE, KeyValueCache, fitting_buckets, graded_buckets, key_multiple
 from flatpeak.policy.linears import make_fast, packed_weights, read_head
 from flatpeak.policy.model_settings import (
@@ -34,18 +34,12 @@ from flatpeak.policy.native_training import make_native
 from flatpeak.policy.outputs import PackedOutputs, PaddedOutputs, padded_outputs
 from flatpeak.policy.packing import ROW_MULTIPLE, PackedRow, fill, pack_batch, pack_prompts
 from flatpeak.policy.precision import below_float32, master_weight
-from flatpeak.policy.training_attention import (
-    ATTENTION_NAME,
-    NO_MASK,
-    PackedContext,
-    packed_hidden,
-    register_attention,
-)
+from flatpeak.policy.training_attention import ATTENTION_NAME, PackedContext, last_hidden, register_attention
 from flatpeak.protocols import Tokenizer
 from flatpeak.types import PackedCompletions
 from flatpeak.utils.adapters import dropout_modules, save_adapter
 from flatpeak.utils.host_memory import HostMemory, OffloadedWeights
-from flatpeak.utils.huggingface import no_progress_bar, save_tokenizer
+from flatpeak.utils.huggingface import named_weights, no_progress_bar, save_model, save_tokenizer
 
 R = TypeVar("R")
 
@@ -86,6 +80,7 @@ class Policy:
         """The type to which passes round a sharded model's trainable weights if it has float32 masters."""
         self._masters: dict[nn.Parameter, Tensor] = {}
         self._kept_cache: KeyValueCache | None = None
+        self._fused: FusedDecoding | None = None
         self._offloaded: OffloadedWeights | None = None
         self.notice = unsupported(self.causal)
         self.native = self.notice is None
@@ -265,7 +260,7 @@ class Policy:
     @property
     def decoding_tensors(self) -> list[Tensor]:
         """Weights and buffers whose addresses a captured step uses."""
-        return [*self.model.parameters(), *self.model.buffers()]
+        return [*self.model.parameters(), *self.model.buffers(), *(self._fused.tensors if self._fused else ())]
 
     def batch_sizes(self, slots: int) -> list[int]:
         """The numbers of slots that a step may decode; few on a GPU, because each needs its own graph."""
@@ -287,6 +282,7 @@ class Policy:
             multiple = key_multiple(self.causal.config) if self.batch_invariant else 1
             buckets = fitting_buckets(prompt_lengths, entries, multiple=multiple)
             return new_cache(buckets=buckets, key_multiple=multiple, attention=CpuDecodeAttention())
+        self._fused = fused_decoding(self.causal, self._fused)
         buckets = graded_buckets(prompt_lengths, entries)
         cache = self._kept_cache
         if cache is None or not cache.serves(slots=slots, entries=entries, buckets=buckets, new_tokens=new_tokens):
@@ -318,13 +314,11 @@ class Policy:
             return state.decode(tokens_R)
         self._evaluate()
         state.begin_token(len(tokens_R))
-        hidden = self.trunk(
-            input_ids=tokens_R[:, None],
-            attention_mask=NO_MASK,
-            position_ids=state.positions_S[: len(tokens_R), None],
-            use_cache=False,
-            attention_context=state,
-        ).last_hidden_state[:, 0]
+        if self._fused is not None:
+            hidden = self._fused.hidden(state, tokens_R)
+        else:
+            positions = state.positions_S[: len(tokens_R)]
+            hidden = last_hidden(self.trunk, tokens_R[:, None], positions[:, None], state)[:, 0]
         state.end_token(len(tokens_R))
         return self.head.logits(hidden)
 
@@ -384,7 +378,7 @@ class Policy:
 
     def hidden(self, row: PackedRow, context: PackedContext) -> Tensor:
         """The last hidden states of a packed row, [S, D]."""
-        return packed_hidden(self.trunk, row, context)
+        return last_hidden(self.trunk, row.token_ids_S[None], row.positions_S[None], context)[0]
 
     def _hold(self) -> None:
         self.causal.set_attn_implementation(ATTENTION_NAME)

@@ -139,6 +139,12 @@ def training_forward(layer: nn.Module) -> TrainingForward | None:
     return forward if isinstance(forward, TrainingForward) else None
 
 
+def is_replaced(module: nn.Module) -> bool:
+    """Whether a forward pass without gradients is not that of the module's class alone: replaced, or with hooks."""
+    forward = "forward" in module.__dict__ and training_forward(module) is None
+    return forward or any(module.__dict__[name] for name in ("_forward_hooks", "_forward_pre_hooks"))
+
+
 def marked_layers(model: nn.Module) -> list[nn.Module]:
     """The repeated layers of a model, as transformers marks them."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]

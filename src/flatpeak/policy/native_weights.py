@@ -18,7 +18,7 @@ from flatpeak.kernels.native.build import UnavailableError
 from flatpeak.kernels.native.decode import LINEAR, Affine, ModelWeights
 from flatpeak.policy.compatibility import PolicyParts
 from flatpeak.policy.linears import FastLayer, plain_class
-from flatpeak.policy.model_settings import training_forward
+from flatpeak.policy.model_settings import is_replaced
 
 _LLAMA = {
     "before": "input_layernorm",
@@ -45,7 +45,6 @@ LAYERS = {
 """The model types that the kernels support, and the names of a layer's components."""
 SERVED = tuple(LAYERS)
 _GELU = ("gelu_new", "gelu_pytorch_tanh")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 @torch.no_grad()
@@ -95,9 +94,7 @@ def _unserved(policy: PolicyParts) -> str | None:
     if not known:
         return f"they support only the usual variant of {config.model_type}"
     for module in policy.causal.modules():
-        # A TrainingForward affects only passes with gradients.
-        replaced = "forward" in module.__dict__ and training_forward(module) is None
-        if replaced or any(module.__dict__[name] for name in _HOOKS):
+        if is_replaced(module):
             return f"a {type(module).__name__} has a hook"
     return None
 

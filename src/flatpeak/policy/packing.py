@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flatpeak.kernels.flash_attention import FlashSegments
 from flatpeak.kernels.native.training_pass import Groups
 from flatpeak.types import PackedCompletions
 
@@ -213,17 +214,30 @@ def _responses(
 
 def attention_groups(row: PackedRow) -> Groups:
     """The segments of a packed row for native kernels: each prompt, followed by its responses."""
+    starts, lengths, prompt = _located(row)
+    order = prompt.argsort(stable=True)  # a prompt comes before its responses
+    return Groups(
+        bounds=F.pad(prompt.bincount().cumsum(0), (1, 0)),
+        segments=torch.stack([starts, lengths], 1).index_select(0, order),
+    )
+
+
+def flash_segments(row: PackedRow) -> FlashSegments:
+    """The segments of a packed row for FlashAttention."""
+    starts, lengths, prompt = _located(row)
+    return FlashSegments.build(starts, lengths, prompt)
+
+
+def _located(row: PackedRow) -> tuple[Tensor, Tensor, Tensor]:
+    """The first token and the number of tokens of each prompt and then of each response, and the index of its
+    prompt."""
     packed = [*row.prompts, *(bundle.segments for bundle in row.responses)]
     begins = accumulate((len(each.padded_index) for each in packed), initial=0)
     starts = torch.cat([begin + each.starts for begin, each in zip(begins, packed, strict=False)])
     before = [0, *accumulate(each.count for each in row.prompts)]
-    prompts = [torch.arange(before[-1]), *(before[bundle.group] + bundle.prompt_N for bundle in row.responses)]
-    prompt = torch.cat(prompts)
-    order = prompt.argsort(stable=True)  # a prompt comes before its responses
-    return Groups(
-        bounds=F.pad(prompt.bincount().cumsum(0), (1, 0)),
-        segments=torch.stack([starts, torch.cat([each.lengths for each in packed])], 1).index_select(0, order),
-    )
+    own = torch.arange(before[-1], device=starts.device)
+    prompts = [own, *(before[bundle.group] + bundle.prompt_N for bundle in row.responses)]
+    return starts, torch.cat([each.lengths for each in packed]), torch.cat(prompts)
 
 
 def _by_index(order: Sequence[int], values: Tensor) -> Tensor:

@@ -25,18 +25,14 @@ from transformers.pytorch_utils import Conv1D
 
 from flatpeak.apps.planning.inventory import quantized_layers
 from flatpeak.apps.planning.planned_model import PlannedModel, causal_of
-from flatpeak.functional.logprobs import chunk_tokens, token_logprobs
+from flatpeak.functional.logprobs import Head as ChunkedHead
+from flatpeak.functional.logprobs import chunk_tokens, head_gradients, token_logprobs
+from flatpeak.kernels.block_attention import AttentionRule, Block
+from flatpeak.kernels.flash_attention import FlashSegments
 from flatpeak.policy.linears import Head, make_fast, read_head
 from flatpeak.policy.model_settings import make_adapted_layers_fast, silence_dropout, training_layers
-from flatpeak.policy.packing import PackedRow, pack_batch
-from flatpeak.policy.training_attention import (
-    ATTENTION_NAME,
-    AttentionRule,
-    Block,
-    PackedContext,
-    packed_hidden,
-    register_attention,
-)
+from flatpeak.policy.packing import PackedRow, flash_segments, pack_batch
+from flatpeak.policy.training_attention import ATTENTION_NAME, PackedContext, last_hidden, register_attention
 from flatpeak.types import Batch
 from flatpeak.utils.adapters import dropout_modules
 
@@ -120,6 +116,9 @@ class FakePolicy:
             row = pack_batch(batch)
         hidden_TD = self.hidden(row, FakeContext(row, on_cpu=self.on_cpu)).index_select(0, row.source_T)
         head = self.head
+        if not self.on_cpu:
+            logprobs: Tensor = _FusedLogprobs.apply(hidden_TD, head.linear.weight, head.linear.bias)
+            return logprobs
         logprobs_T, _ = token_logprobs(
             hidden_TD,
             head.linear.weight,
@@ -127,14 +126,15 @@ class FakePolicy:
             bias_V=head.linear.bias,
             softcap=head.softcap,
             logit_scale=head.logit_scale,
-            chunk_size=chunk_tokens(len(head.linear.weight), on_cpu=self.on_cpu),
+            chunk_size=chunk_tokens(len(head.linear.weight), on_cpu=True),
         )
         return logprobs_T
 
     def hidden(self, row: PackedRow, context: PackedContext) -> Tensor:
         """The last hidden states of a packed row, as from Policy.hidden."""
         causal = causal_of(self.modules)
-        return packed_hidden(getattr(causal, causal.base_model_prefix), row, context)
+        trunk = getattr(causal, causal.base_model_prefix)
+        return last_hidden(trunk, row.token_ids_S[None], row.positions_S[None], context)[0]
 
 
 @contextmanager
@@ -219,6 +219,15 @@ class FakeContext(PackedContext):
             return super()._on_prompts(rule, query, key, value)
         return rule(query, key, value, self._prompt_mask(query.shape[2], rule.window))
 
+    def _flash_segments(self, rule: AttentionRule, states: Sequence[Tensor]) -> FlashSegments | None:
+        half = states[0].dtype in (torch.bfloat16, torch.float16) and len({each.shape[-1] for each in states}) == 1
+        if self._on_cpu or rule.softcap is not None or rule.dropout or not half:
+            return None
+        if self._segments is None:
+            with unset_fake_temporarily():
+                self._segments = flash_segments(self.row)
+        return self._segments
+
     def _blocks_of(self, index: int, window: int | None) -> list[Block]:
         with unset_fake_temporarily():  # blocks are cut by lengths, whose values must be read
             return super()._blocks_of(index, window)
@@ -236,7 +245,8 @@ class _GpuRule:
     """Whether `attend_in_blocks` may use its fused kernel for CPUs."""
 
     def __init__(self, rule: AttentionRule) -> None:
-        self.window, self.softcap = rule.window, rule.softcap
+        self.window, self.softcap, self.dropout = rule.window, rule.softcap, rule.dropout
+        self.scale = rule.scale
         self._rule = rule
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -293,6 +303,31 @@ class _Attention(torch.autograd.Function):
         assert ctx.saved_tensors is not None  # accessed so that recomputation fills it
         torch.empty(ctx.size.backward, dtype=torch.uint8)
         return (*(torch.empty(shape, dtype=dtype) for shape, dtype in ctx.states), None)
+
+
+class _FusedLogprobs(torch.autograd.Function):
+    """`token_logprobs` with kernels from the logits on, which need no other tensor of a chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+        size = chunk_tokens(len(weight_VD), on_cpu=False, fused=True)
+        ctx.head = ChunkedHead(softcap=None, logit_scale=1.0, temperature=1.0, chunk_size=size, kept_T=None)
+        for rows in ctx.head.chunks(len(hidden_TD)):
+            F.linear(hidden_TD[rows], weight_VD, bias_V)
+        ctx.save_for_backward(hidden_TD, weight_VD, bias_V)
+        return hidden_TD.new_empty(len(hidden_TD), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_TD, weight_VD, bias_V = ctx.saved_tensors
+        return tuple(
+            head_gradients(
+                *(ctx.head, hidden_TD, weight_VD, bias_V),
+                needs=ctx.needs_input_grad,
+                score_gradient=lambda rows, scores_CV: scores_CV,
+                logit_gradient=lambda rows: F.linear(hidden_TD[rows], weight_VD, bias_V),
+            )
+        )
 
 
 class QuantizedLinear(nn.Linear):
