@@ -9,7 +9,7 @@ script works.
 
     roofline  read and copy bandwidth, matrix products
     decode    tokens per second and milliseconds per token of the rollout engine, against the ceiling
-    train     an update on 16k and 32k packed tokens, with and without recomputed activations and shared prompts
+    train     an update on 16k and 32k packed tokens: plain, compiled, recomputed, prompts not shared
     step      whole GRPO steps: rollout, update, and the difference between the sampler's and the trainer's log-probs
     gr        an update with gradient regularization and one without
     trl       the same step with TRL, if it is installed
@@ -69,11 +69,19 @@ MEASURE: dict[str, Callable[[Bench], None]] = {
 }
 
 
+def part(text: str) -> tuple[str, float | None]:
+    """A part and its time limit in minutes, if it has one of its own."""
+    name, _, minutes = text.partition("=")
+    if name not in MEASURE:
+        raise argparse.ArgumentTypeError(f"{name}: one of {', '.join(MEASURE)}")
+    return name, float(minutes) if minutes else None
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the parts, and write the file after every row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, help="the file to write")
-    parser.add_argument("--part", action="append", choices=list(MEASURE), help="only this part; may be repeated")
+    parser.add_argument("--part", action="append", type=part, help="only this part, or NAME=MINUTES; may be repeated")
     parser.add_argument("--minutes", type=float, default=8.0, help="minutes per part (%(default)s)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
@@ -94,10 +102,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seconds=60 * given.minutes,
         save=lambda: write_json(given.json, content),
     )
+    minutes = dict(given.part or dict.fromkeys(MEASURE))
     for name, measure in MEASURE.items():
-        if name == "roofline" or not given.part or name in given.part:
+        if name == "roofline" or name in minutes:
             say(name)
             bench.begin()
+            bench.seconds = 60 * (minutes.get(name) or given.minutes)
             content["parts"][name] = bench.rows
             measure(bench)
 

@@ -92,6 +92,11 @@ class Bench:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
+    @property
+    def device_memory(self) -> float:
+        """Bytes of the device's memory; a fixed number on a CPU."""
+        return float(torch.cuda.get_device_properties(0).total_memory) if self.device == "cuda" else 16e9
+
     def memory(self) -> Row:
         """Peak and reserved memory in GB since `free`; None on a CPU."""
         if self.device != "cuda":

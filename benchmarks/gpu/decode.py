@@ -96,8 +96,7 @@ def decode_row(bench: Bench, policy: Policy, point: Point) -> Row:
     numbers = shape.kv_numbers * (point.batch * LONG + point.batch // point.group * point.prompt)
     weights = shape.layer_parameters + shape.head_parameters * (1 if shape.tied else 2)
     needed = (numbers + weights) * bench.dtype.itemsize
-    room = torch.cuda.get_device_properties(0).total_memory if bench.device == "cuda" else 16e9
-    if needed > HEADROOM * room:
+    if needed > HEADROOM * bench.device_memory:
         return {"skipped": f"{needed / 1e9:.0f} GB of weights, keys and values do not fit"}
     engine = NativeEngine(policy, max_rows=point.batch)
     draw = random.Random(point.name)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +27,14 @@ from flatpeak.training.regularized import build_learner
 from flatpeak.types import Batch, Completion, Example, Group, Prompt, SamplingParams
 
 RATE = 1e-6
+VARIANTS = {
+    "plain": {},
+    "compiled": {"compiled": True},
+    "recomputed": {"recompute": True},
+    "compiled and recomputed": {"compiled": True, "recompute": True},
+    "prompts not shared": {"shared": False},
+}
+"""The settings of `train_row`, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +54,16 @@ class Sizes:
     steps: int
 
 
+def full_pack(bench: Bench) -> int:
+    """Tokens of a micro-batch of the 1.5B model that fit beside weights, masters, moments, keys and values."""
+    return 32_768 if bench.device_memory > 100e9 else 8_192
+
+
 def step_sizes(bench: Bench) -> Sizes:
     """256 completions of at most 1,024 tokens."""
     if bench.tiny:
         return Sizes(size="tiny", prompts=2, group=4, prompt=12, cap=24, mean=10, pack=64, steps=2)
-    return Sizes(size="1.5B", prompts=16, group=16, prompt=256, cap=1024, mean=400, pack=32_768, steps=3)
+    return Sizes(size="1.5B", prompts=16, group=16, prompt=256, cap=1024, mean=400, pack=full_pack(bench), steps=2)
 
 
 def random_prompts(sizes: Sizes, *, step: int) -> list[Prompt]:
@@ -131,20 +143,28 @@ def measure_train(bench: Bench) -> None:
     size = "tiny" if bench.tiny else "1.5B"
     held: list[Policy] = []
     for tokens in (128, 256) if bench.tiny else (16_384, 32_768):
-        for shared in (True, False):
-            for recompute in (False, True):
+        for name, settings in VARIANTS.items():
 
-                def measure(tokens: int = tokens, shared: bool = shared, recompute: bool = recompute) -> Row:
-                    if not held:
-                        held.append(
-                            build_policy(size, device=bench.device, dtype=bench.dtype, mean_length=None, longest=8192)
-                        )
-                    return train_row(bench, held[0], size, tokens, shared=shared, recompute=recompute)
+            def measure(tokens: int = tokens, settings: dict[str, bool] = settings) -> Row:
+                if not held:
+                    held.append(
+                        build_policy(size, device=bench.device, dtype=bench.dtype, mean_length=None, longest=8192)
+                    )
+                return train_row(bench, held[0], size, tokens, **settings)
 
-                bench.row(f"{size}, {tokens} tokens, shared={shared}, recompute={recompute}", measure)
+            bench.row(f"{size}, {tokens} tokens, {name}", measure)
 
 
-def train_row(bench: Bench, policy: Policy, size: str, tokens: int, *, shared: bool, recompute: bool) -> Row:
+def train_row(
+    bench: Bench,
+    policy: Policy,
+    size: str,
+    tokens: int,
+    *,
+    shared: bool = True,
+    recompute: bool = False,
+    compiled: bool = False,
+) -> Row:
     """`tokens` counts every prompt once; without sharing, each completion is packed with its own prompt."""
     assert bench.peaks is not None
     shape = SHAPES[size]
@@ -152,9 +172,8 @@ def train_row(bench: Bench, policy: Policy, size: str, tokens: int, *, shared: b
     groups = packed_groups(tokens, prompt=prompt, group=group, vocabulary=shape.vocabulary)
     batch = as_batch(groups if shared else apart(groups), torch.device(bench.device))
     trained = learner(policy, pack=10**9)
-    layers = training_layers(policy.causal, recompute=True, compiled=False) if recompute else nullcontext()
-    with layers:
-        taken = bench.typical(lambda: trained.update(batch, rate=RATE), times=3)
+    with training_layers(policy.causal, recompute=recompute, compiled=compiled):
+        taken = bench.typical(lambda: trained.update(batch, rate=RATE), times=3, warm_ups=2 if compiled else 1)
     lengths = [[len(completion.token_ids) for completion in one.completions] for one in groups]
     flops = training_flops(shape, prompts=[prompt] * len(groups), responses=lengths, shared=shared)
     responses = len(batch.tokens_T)
@@ -232,16 +251,19 @@ def one_step(bench: Bench, sizes: Sizes, engine: NativeEngine, trained: Learner,
 
 def measure_gr(bench: Bench) -> None:
     """Measure the same update with and without the penalty; the ratio is the cost of regularization."""
-    for size in ("tiny",) if bench.tiny else ("0.5B", "1.5B"):
+    for size in ("tiny",) if bench.tiny else ("1.5B", "0.5B"):
 
         def measure(size: str = size) -> Row:
             policy = build_policy(size, device=bench.device, dtype=bench.dtype, mean_length=None, longest=8192)
             tokens, prompt, group = (256, 16, 4) if bench.tiny else (32_768, 512, 8)
             groups = packed_groups(tokens, prompt=prompt, group=group, vocabulary=SHAPES[size].vocabulary)
             batch = as_batch(groups, torch.device(bench.device))
+            # On policy: far from it, most gradients are clipped, and what is left is no gradient to regularize.
+            own_T = score(policy, batch, temperature=1.0, micro_batch_tokens=full_pack(bench))
+            batch = replace(batch, old_logprobs_T=own_T)
             measured: Row = {}
             for name, fields in {"plain": {}, "regularized": {"strength": "ratio:0.3"}}.items():
-                trained = learner(policy, pack=tokens // 2, **fields)
+                trained = learner(policy, pack=min(tokens // 2, full_pack(bench)), **fields)
                 measured[f"{name}_seconds"] = bench.typical(lambda t=trained: t.update(batch, rate=RATE), times=3)
                 measured[f"{name}_peak_gb"] = bench.memory()["peak_gb"]
                 del trained
