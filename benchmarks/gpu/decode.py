@@ -11,7 +11,8 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.models import SHAPES, build_policy, decode_ceiling
 from benchmarks.harness.runner import Row
 from benchmarks.harness.workloads import FIRST_WORD
-from flatpeak.kernels.decode_attention import decode_attention, kernel_notices, reference_attention
+from flatpeak.kernels.decode_attention import decode_attention, reference_attention
+from flatpeak.kernels.gpu_kernels import kernel_notices
 from flatpeak.kernels.prompt_tiles import PromptTiles
 from flatpeak.policy.model import Policy
 from flatpeak.rollout.engine import NativeEngine

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flatpeak.kernels.decode_attention import kernel_notices
+from flatpeak.kernels.gpu_kernels import kernel_notices
 from flatpeak.policy.loading import cast_weights
 from flatpeak.policy.model import Policy
 from flatpeak.rollout.cuda_graphs import GraphedStep

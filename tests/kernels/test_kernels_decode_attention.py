@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from flatpeak.kernels import decode_attention as module
+from flatpeak.kernels import gpu_kernels
 from flatpeak.kernels.decode_attention import (
     decode_attention,
     kernel_fault,
-    kernel_notices,
     reference_attention,
     uses_kernel,
 )
+from flatpeak.kernels.gpu_kernels import kernel_notices
 from flatpeak.kernels.prompt_tiles import TILE_ROWS, PromptTiles
 from support.decode_attention import Case, as_argument, naive, problem
 from support.triton_interpreter import has_interpreter, has_triton, run
@@ -183,7 +184,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     fake = SimpleNamespace(kernel_attention=lambda *_, tiles, **given: reference_attention(**given))
     monkeypatch.setitem(sys.modules, "flatpeak.kernels.decode_attention_triton", fake)
     monkeypatch.setattr(module, "find_spec", lambda name: object())
-    monkeypatch.setattr(module, "_FAULTS", [])
+    monkeypatch.setattr(gpu_kernels, "_FAULTS", [])
     kernel_fault.cache_clear()
     yield fake
     kernel_fault.cache_clear()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flatpeak.functional import logprobs
 from flatpeak.kernels import decode_layer_triton as layer_kernels
+from flatpeak.kernels import gpu_kernels
 from flatpeak.policy.decoding_attention import GpuDecodeAttention
 from flatpeak.policy.gpu_decoding import FusedDecoding
 from flatpeak.policy.kv_cache import KeyValueCache, graded_buckets
@@ -47,6 +48,8 @@ def differences(device: str) -> Iterator[tuple[str, float]]:
             for entropy in (0.0, 0.3):
                 for what, ours, theirs in token_logprobs(dtype, device, entropy, settings):
                     yield f"{name} {what}, {head}, entropy {entropy}", gap(ours, theirs)
+        for kernels, (_, check) in gpu_kernels._CHECKS.items():
+            yield f"{name} check of {kernels}", check(torch.device(device), dtype)
     for model in MODELS:
         yield f"float32 decoding {model}", gap(*decoded(model, device))
 
@@ -119,15 +122,15 @@ def token_logprobs(
     targets, weights = torch.randint(vocabulary, (tokens,), device=device), torch.randn(tokens, device=device)
     targets[0] = vocabulary - 1
     results = []
-    has_kernels = logprobs._has_kernels
+    works = logprobs.works
     for fused in (True, False):
         hidden, weight, bias = (tensor.clone().requires_grad_() for tensor in draw)
-        logprobs._has_kernels = lambda *_, fused=fused: fused  # type: ignore[misc]
+        logprobs.works = lambda *_, fused=fused, **kind: fused  # type: ignore[assignment,misc]
         given: dict[str, Any] = {"bias_V": bias, "chunk_size": 10, **settings}
         of_targets, entropies = logprobs.token_logprobs(hidden, weight, targets, **given)
         ((of_targets * weights).sum() + entropy * entropies.sum()).backward()
         results.append([of_targets.detach(), entropies.detach(), *(each.grad for each in (hidden, weight, bias))])
-    logprobs._has_kernels = has_kernels
+    logprobs.works = works
     names = ("log-probabilities", "entropy", "gradient of states", "gradient of the weight", "gradient of the bias")
     yield from zip(names, *results, strict=True)  # type: ignore[misc]
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flatpeak.functional.kept_tokens import KeptTokens
+from flatpeak.kernels.gpu_kernels import works
 from flatpeak.kernels.matmul import add_linear, linear
 
 _LOGITS_PER_CHUNK_CPU = 1 << 22
@@ -56,7 +56,10 @@ def token_logprobs(
     _check(hidden_TD, output_weight_VD, targets_T, bias_V, chunk_size)
     if temperature <= 0 or (softcap is not None and softcap <= 0):
         raise ValueError(f"temperature={temperature}, softcap={softcap}: give values above 0 (softcap=None is off)")
-    on_cpu, fused = hidden_TD.device.type == "cpu", kept_T is None and _has_kernels(hidden_TD)
+    on_cpu, fused = (
+        hidden_TD.device.type == "cpu",
+        kept_T is None and works("token_logprobs", device=hidden_TD.device, dtype=hidden_TD.dtype),
+    )
     head = Head(
         softcap=softcap,
         logit_scale=logit_scale,
@@ -74,11 +77,6 @@ def chunk_tokens(vocabulary: int, *, on_cpu: bool, fused: bool = False) -> int:
     on_gpu = _LOGITS_PER_FUSED_CHUNK if fused else _LOGITS_PER_CHUNK
     budget, least = (_LOGITS_PER_CHUNK_CPU, _ROWS_CPU) if on_cpu else (on_gpu, _ROW_MULTIPLE)
     return max(least, budget // (vocabulary * _ROW_MULTIPLE) * _ROW_MULTIPLE)
-
-
-def _has_kernels(hidden_TD: Tensor) -> bool:
-    """Whether Triton computes from the logits on: on a GPU, up to single precision."""
-    return hidden_TD.device.type == "cuda" and hidden_TD.dtype != torch.float64 and find_spec("triton") is not None
 
 
 def cast_by_autocast(

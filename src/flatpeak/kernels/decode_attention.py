@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flatpeak.kernels.gpu_kernels import first_line, report_fault
 from flatpeak.kernels.prompt_tiles import PromptTiles
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -27,7 +28,6 @@ TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
 MOST_COLUMNS = 2**18
 """The most keys, over all slots, that plain torch copies at a time."""
-_FAULTS: list[str] = []
 
 
 def decode_attention(
@@ -161,11 +161,6 @@ def uses_kernel(query_RHD: Tensor, keys_SHTD: Tensor, *, window: int | None, sof
     )
 
 
-def kernel_notices() -> list[str]:
-    """Reasons why attention on a GPU ran without the kernel, one line each; empty if the kernel ran."""
-    return sorted(set(_FAULTS))
-
-
 @cache
 def kernel_fault(
     *, device: torch.device, dtype: torch.dtype, dim: int, heads: int, kv_heads: int, windowed: bool, softcapped: bool
@@ -178,7 +173,7 @@ def kernel_fault(
         device=device, dtype=dtype, dim=dim, heads=heads, kv_heads=kv_heads, windowed=windowed, softcapped=softcapped
     )
     if fault is not None:
-        _FAULTS.append(f"decoding runs without the Triton kernel, and is slower: {fault}")
+        report_fault("decoding runs", fault)
     return fault
 
 
@@ -209,7 +204,7 @@ def _disagreement(
         tiles = PromptTiles.build(problem["prompt_S"], num_entries=3, repeats=heads // kv_heads)
         attended = kernel_attention(**problem, **settings, tiles=tiles).double()
     except Exception as error:  # compilers and drivers raise various types of errors; torch is the fallback
-        return f"it failed: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+        return first_line(error)
     exact: dict[str, Any] = {
         name: given.double() if isinstance(given, Tensor) and given.is_floating_point() else given
         for name, given in problem.items()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import RunError, UserError, brief
-from flatpeak.kernels.decode_attention import kernel_notices
+from flatpeak.kernels.gpu_kernels import kernel_notices
 from flatpeak.policy.kernel_verdicts import remembered
 from flatpeak.policy.loading import load_policy, resumed_source
 from flatpeak.policy.model import Policy

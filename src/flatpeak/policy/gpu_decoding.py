@@ -7,7 +7,6 @@ values are one product. Their weights, about 7% of a model's, are copied before 
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatpeak.kernels.block_attention import AttentionRule
+from flatpeak.kernels.gpu_kernels import works
 from flatpeak.policy.kv_cache import KeyValueCache
 from flatpeak.policy.linears import plain_class
 from flatpeak.policy.model_settings import is_replaced
@@ -105,7 +105,8 @@ def fused_decoding(causal: Any, kept: FusedDecoding | None) -> FusedDecoding | N
 
     None if the model computes anything else than the usual layers of its type.
     """
-    if not (find_spec("triton") and _is_usual(causal)):
+    weight = next(causal.parameters())
+    if not (_is_usual(causal) and works("decode_layer", device=weight.device, dtype=weight.dtype)):
         return None
     if kept is None:
         with torch.inference_mode(False):  # its copies outlive the request
@@ -120,7 +121,6 @@ def _is_usual(causal: Any) -> bool:
     if (
         kind not in KINDS
         or {(weight.device.type, weight.dtype) for weight in weights} != {("cuda", dtype)}
-        or not dtype.is_floating_point
         or config.hidden_size > LARGEST_HIDDEN
         or config.hidden_act not in ("silu", "swish")
     ):
