@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from flatpeak.apps import chat
 from flatpeak.apps.chat import Console, chat_loop
 from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError
+from flatpeak.pipeline import answering
 from flatpeak.runs.checkpoints import write_checkpoint
 from flatpeak.types import Completion, Prompt, SamplingParams
-from support.models import run_model
+from support.episodes import END, TOKENIZER, Scripted, ids
+from support.models import run_model, tiny_model
 from support.runs import tiny_recipe
 
 CHAT_TEMPLATE = (
@@ -43,7 +46,7 @@ class Asked:
         self.prompts: list[Prompt] = []
         self.sampling: list[SamplingParams] = []
 
-    def __call__(self, policy: Any, prompt: Prompt, *, sampling: SamplingParams, seed: int) -> Completion:
+    def __call__(self, model: Any, prompt: Prompt, *, sampling: SamplingParams, seed: int) -> Completion:
         self.prompts.append(prompt)
         self.sampling.append(sampling)
         number = len(self.prompts)
@@ -361,3 +364,21 @@ def test_a_name_that_is_a_run_is_not_asked_of_the_hub(
             chat_loop(name, console=Session().console)
     with pytest.raises(UserError, match=r"^runs/gsm8: no such run or model directory: did you mean runs/gsm8k\?$"):
         chat_loop("runs/gsm8", console=Session().console)
+
+
+def test_a_run_with_tools_calls_them_and_shows_the_calls(
+    make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(vocab_size=len(TOKENIZER), max_position_embeddings=200, eos_token_id=END)
+    monkeypatch.setattr(sys.modules[__name__], "run_model", lambda **sizes: (model, TOKENIZER))
+    turns = iter(["<call>add(a=2, b=3)</call>", "5"])
+    inner = Scripted(lambda name, index: next(turns))
+    monkeypatch.setattr(answering, "NativeEngine", lambda policy: inner)
+    (tmp_path / "mine.py").write_text('def add(a: int, b: int) -> int:\n    """Add."""\n    return a + b\n')
+    run = make_run(tools=[f"{tmp_path / 'mine.py'}:add"], prompt={"template": "plain"}, rollout={"max_new_tokens": 90})
+    session = Session("2+3=")
+    chat_loop(str(run), console=session.console)
+    assert session.answers == ["5"]
+    assert session.notes[-1] == "add(a=2, b=3) -> 5"
+    assert inner.seen[0][0].text == "2+3="
+    assert inner.seen[1][0].token_ids == ids("2+3=<call>add(a=2, b=3)</call><result>5</result>")

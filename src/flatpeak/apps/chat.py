@@ -12,7 +12,7 @@ from typing import Any
 
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError, plural
-from flatpeak.pipeline.answering import ChatSettings, chat_prompt, open_chat, reply
+from flatpeak.pipeline.answering import ChatModel, ChatSettings, chat_prompt, open_chat, reply
 from flatpeak.pipeline.evaluators import UNBOUNDED_CONTEXT
 from flatpeak.pipeline.model_source import ModelSource, recipe_of
 from flatpeak.policy.model import Policy
@@ -64,11 +64,12 @@ def chat_loop(
     example = None if config is None or not has_task else example_question(config, tokenizer, source.run)
     if example is not None:
         console.note(f"try: {example}")
-    converse(model.policy, settings, console)
+    converse(model, console)
 
 
-def converse(policy: Policy, settings: ChatSettings, console: Console) -> None:
+def converse(model: ChatModel, console: Console) -> None:
     """Answer lines until an empty line or the end of input."""
+    policy, settings = model.policy, model.settings
     messages: list[Message] = []
     for seed in count():
         try:
@@ -92,7 +93,10 @@ def converse(policy: Policy, settings: ChatSettings, console: Console) -> None:
             messages.pop()
             continue
         sampling = replace(settings.sampling, max_new_tokens=min(context - length, settings.sampling.max_new_tokens))
-        answer = reply(policy, prompt, sampling=sampling, seed=seed)
+        answer = reply(model, prompt, sampling=sampling, seed=seed)
+        for call in (call for turn in answer.turns for call in turn.calls):
+            arguments = ", ".join(f"{name}={value!r}" for name, value in call.arguments.items())
+            console.note(f"{call.name}({arguments}) -> {call.answer}")
         messages.append({"role": "assistant", "content": answer.text})
         console.write(answer.text)
         if answer.finish_reason == "length":

@@ -8,12 +8,15 @@ from typing import Any
 
 from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.config.run_config import RunConfig
+from flatpeak.episodes.build import worded_prompt
 from flatpeak.errors import UserError
 from flatpeak.pipeline.evaluators import UNBOUNDED_CONTEXT
 from flatpeak.pipeline.model_source import ModelSource, locate_model, recipe_of
+from flatpeak.pipeline.samplers import acting
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
 from flatpeak.policy.model import Policy
+from flatpeak.protocols import Sampler
 from flatpeak.rollout.engine import NativeEngine
 from flatpeak.rollout.hf_generate import GenerateEngine
 from flatpeak.tasks.prompts import CHAT, PromptConfig, build_prompts, prompt_texts, word_messages
@@ -43,6 +46,8 @@ class ChatModel:
     """The recipe that questions are worded by; None without one."""
     settings: ChatSettings
     policy: Policy
+    calls_tools: bool = False
+    """Whether answers are episodes with the recipe's tools."""
 
     def answer(self, question: str, *, seed: int = 0, **sampling: Any) -> str:
         """The answer to a question by itself; `sampling` replaces settings. UserError for one that does not fit."""
@@ -53,7 +58,7 @@ class ChatModel:
         if not 0 < length < context:
             raise UserError(f"the question has {length} tokens and the model's context {context}: ask another")
         params = replace(params, max_new_tokens=min(context - length, params.max_new_tokens))
-        return reply(self.policy, prompt, sampling=params, seed=seed).text
+        return reply(self, prompt, sampling=params, seed=seed).text
 
 
 def open_chat(
@@ -81,6 +86,9 @@ def open_chat(
     wording = wording or _own_wording(tokenizer, system=system)
     if wording.template == CHAT and not tokenizer.chat_template:
         raise UserError(f"{path}: its tokenizer has no chat template: give --template plain, r1_zero or a file")
+    tools = config.tools if config is not None and wording.template == config.prompt.template else []
+    if config is not None and tools:
+        wording = worded_prompt(wording, tools, None, config.episodes, tokenizer)
     settings = ChatSettings(
         prompt=wording,
         sampling=_sampling(config, wording, temperature=temperature, max_new_tokens=max_new_tokens),
@@ -88,16 +96,22 @@ def open_chat(
     )
     # Fails now instead of at the first question.
     chat_prompt(tokenizer, [{"role": "user", "content": "?"}], settings)
-    return ChatModel(source=source, config=config, settings=settings, policy=policy)
+    return ChatModel(source=source, config=config, settings=settings, policy=policy, calls_tools=bool(tools))
 
 
-def reply(policy: Policy, prompt: Prompt, *, sampling: SamplingParams, seed: int) -> Completion:
-    """One completion of a prompt."""
+def reply(model: ChatModel, prompt: Prompt, *, sampling: SamplingParams, seed: int) -> Completion:
+    """One completion of a prompt, or an episode with tools."""
+    policy = model.policy
     if policy.native:
-        engine: NativeEngine | GenerateEngine = NativeEngine(policy)
+        sampler: Sampler = NativeEngine(policy)
     else:
-        engine = GenerateEngine(policy.model, policy.tokenizer, eos_token_ids=policy.eos_token_ids)
-    return engine.generate([prompt], group_size=1, sampling=sampling, seed=seed)[0].completions[0]
+        sampler = GenerateEngine(policy.model, policy.tokenizer, eos_token_ids=policy.eos_token_ids)
+    if model.calls_tools and model.config is not None:
+        sampler = acting(model.config, sampler, policy)
+    try:
+        return sampler.generate([prompt], group_size=1, sampling=sampling, seed=seed)[0].completions[0]
+    finally:
+        sampler.close()
 
 
 def chat_prompt(tokenizer: Any, messages: Sequence[Message], settings: ChatSettings) -> Prompt:
