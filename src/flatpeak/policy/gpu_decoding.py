@@ -29,7 +29,6 @@ class FusedDecoding:
     """The decoding step of one model. Weights may change in place; `refresh` copies those that are concatenated."""
 
     def __init__(self, causal: Any) -> None:
-        self._causal = causal
         self._trunk = getattr(causal, causal.base_model_prefix)
         self._concatenated = [_concatenated(layer) for layer in self._trunk.layers]
         self._rules = [_rule(layer.self_attn) for layer in self._trunk.layers]

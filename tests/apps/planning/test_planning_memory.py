@@ -137,8 +137,9 @@ def test_a_gpu_keeps_the_memory_of_rollouts_and_reads_files_elsewhere(tmp_path: 
     estimate = estimated(saved_model(tmp_path), GPU)
     assert [one.name for one in estimate.phases] == ["rollout", "update"]
     rollout, update = (one.items for one in estimate.phases)
-    for item in ("keys and values", "decoding"):
+    for item in ("keys and values", "decoding", "concatenated weights"):
         assert rollout[item] == update[item] > 0
+    assert rollout["concatenated weights"] == 2 * 4 * 16 * (16 + 8 + 8)  # layers, bytes, columns, rows
     assert not {"kernels", "kept by the C library", "packed copies"} & {*rollout, *update}
 
 

@@ -31,6 +31,7 @@ from flatpeak.apps.planning.fake_policy import PassSettings
 from flatpeak.apps.planning.inventory import Inventory, per_rank, quantized_layers, take_inventory
 from flatpeak.apps.planning.planned_model import PlannedModel, causal_of, read_model
 from flatpeak.apps.planning.rollout_memory import (
+    fused_copies,
     has_second_process,
     native_copy,
     packed_copies,
@@ -139,6 +140,8 @@ class _Estimator:
         own = share_of_rollouts(work, config.distributed.processes)
         rollout = rollout_memory(config, own, self._settings(self.minibatch))
         cache = {"keys and values": rollout.keys_and_values, "decoding": rollout.decoding}
+        if not self.on_cpu:
+            cache["concatenated weights"] = fused_copies(config, self.model)
         kept = {} if self.on_cpu else cache  # captured graphs refer to that memory
         reference = self._staying_reference()
         if self.on_cpu:

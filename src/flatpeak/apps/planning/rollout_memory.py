@@ -18,6 +18,7 @@ from flatpeak.apps.planning.planned_model import PlannedModel, causal_of
 from flatpeak.apps.planning.workload import Request, Workload
 from flatpeak.config.run_config import RunConfig
 from flatpeak.kernels.matmul import SMALLEST, onednn_is_faster
+from flatpeak.policy.gpu_decoding import KINDS
 from flatpeak.policy.kv_cache import GPU_KEY_MULTIPLE, fitting_buckets, graded_buckets, key_multiple, round_up
 from flatpeak.policy.linears import TOGETHER
 from flatpeak.policy.native_decoding import SETTING, TORCH
@@ -178,3 +179,12 @@ def native_copy(config: RunConfig, model: PlannedModel, *, on_cpu: bool) -> int:
         for name, layer in layers
         if isinstance(layer, nn.Linear | Conv1D) and not is_of_adapter(f"{name}.")
     )
+
+
+def fused_copies(config: RunConfig, model: PlannedModel) -> int:
+    """Bytes of the concatenated weights of queries, keys and values on a GPU; see policy.gpu_decoding."""
+    whole = config.model.lora is None and config.rollout.engine in ("auto", "native")
+    if not whole or model.fallback is not None or model.shape.model_type not in KINDS:
+        return 0
+    projections = (".q_proj.weight", ".k_proj.weight", ".v_proj.weight")
+    return sum(p.nbytes for name, p in model.modules.named_parameters() if name.endswith(projections))
