@@ -38,7 +38,10 @@ PIPED = {
         "episodes/instances.py",
     )
 }
-"""What a run and its own processes tell each other goes through a pipe, pickled."""
+"""What a run and its own processes tell each other goes through a pipe, pickled.
+
+The exception is an environment's state, which runs.call_log keeps in a file for a resumed run's workers.
+"""
 LONGEST_FILE = 400
 LONGEST_FUNCTION = 50
 MOST_ASSEMBLY_IMPORTS = 15

@@ -93,6 +93,9 @@ class Sampler:
     def halve_with(self, halvings: Any) -> None:
         """Draw fewer completions at once where memory runs out; `halvings`: the run's out_of_memory.Halvings."""
 
+    def keep_calls(self, log: Any) -> None:
+        """Keep the results of calls of tools for a resumed run; `log`: the run's runs.call_log.CallLog."""
+
     def close(self) -> None:
         """End processes and threads, and delete temporary files."""
 
@@ -143,6 +146,10 @@ class WrappedSampler(Sampler):
     def halve_with(self, halvings: Any) -> None:
         """Let the wrapped sampler draw fewer completions at once where memory runs out."""
         self.sampler.halve_with(halvings)
+
+    def keep_calls(self, log: Any) -> None:
+        """Let the wrapped sampler keep the results of calls."""
+        self.sampler.keep_calls(log)
 
     def close(self) -> None:
         """Close the wrapped sampler."""

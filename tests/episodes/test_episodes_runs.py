@@ -267,6 +267,7 @@ def test_a_run_without_tools_has_no_rows_and_metrics_of_episodes(train: Train, r
     assert not {"turns", "trained", "stop_reason"} & set(rows_of(run)[0])
     assert [name for row in metrics_of(run) for name in row if name.startswith("episodes/")] == []
     assert "tools: []\nenvironment: null\n" in (run / "config.yaml").read_text()
+    assert not (run / "calls").exists()
 
 
 COMBINED: dict[str, dict[str, Any]] = {

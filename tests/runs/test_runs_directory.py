@@ -150,6 +150,15 @@ def test_a_run_that_was_moved_is_resumed_under_its_new_name(tmp_path):
         assert run.resumed
 
 
+def test_results_of_calls_are_kept_until_the_code_changes(tmp_path):
+    create(tmp_path, code={"environment": "a"}).close()
+    (tmp_path / "one" / "calls").mkdir()
+    create(tmp_path, resume=True, code={"environment": "a"}).close()
+    assert (tmp_path / "one" / "calls").exists()
+    create(tmp_path, resume=True, code={"environment": "b"}).close()
+    assert not (tmp_path / "one" / "calls").exists()
+
+
 def test_a_second_trainer_is_refused_and_told_who_holds_the_run(tmp_path):
     with create(tmp_path):
         for options in ({}, {"resume": True}, {"overwrite": True}):

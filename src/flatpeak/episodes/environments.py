@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -29,6 +30,7 @@ from flatpeak.utils.user_code import check_call, describe_value, load_object
 
 if TYPE_CHECKING:
     from flatpeak.rewards.workers.pool import WorkerPool
+    from flatpeak.runs.call_log import CallLog
     from flatpeak.types import Completion, Example, Score
 
 T = TypeVar("T")
@@ -54,6 +56,8 @@ class Session:
     """The reason why the environment cannot go on; the episode ends, and its reward is missing."""
     done: bool = False
     """Whether the environment ended the episode."""
+    key: int = 0
+    """A hash of all that the policy has read and written: with the state, it is what a call's result depends on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,6 +156,8 @@ class EnvironmentHost:
         self.environment = environment
         self.first_failure: str | None = None
         """The reason why an environment was lost for the first time."""
+        self.call_log: CallLog | None = None
+        """The results of a run's calls; None outside a run."""
         self._pool = pool
         self._timeout = call_timeout
         self._tools = {tool.name: tool for tool in environment.tools}
@@ -161,7 +167,7 @@ class EnvironmentHost:
         if self.environment.actor is None:
             return _when_done([], lambda: (Session(), None))
         arguments = self.environment.reset_arguments(example, seed=seed)
-        return self._advance(Session(), "reset", reset_instance, (arguments, seed), lost=None)
+        return self._advance(Session(key=seed), "reset", reset_instance, (arguments, seed), lost=None)
 
     def step(self, session: Session, action: str) -> Future[tuple[Session, str]]:
         """Act in a game: the next session, and what the policy observes."""
@@ -177,12 +183,13 @@ class EnvironmentHost:
         sent = [index for index, content in enumerate(checked) if isinstance(content, bytes)]
         batches = [[index] for index in sent] if actor is None else [sent] if sent else []
         futures = [
-            self._pool.submit(
+            self._call(
+                session,
+                f"call {batch[0]}",
                 partial(call_each, actor or self._tools[calls[batch[0]].name].function),
                 session.state,
                 [(calls[index].name, checked[index]) for index in batch],
                 self._longest,
-                timeout=self._timeout,
             )
             for batch in batches
         ]
@@ -211,7 +218,7 @@ class EnvironmentHost:
         # Without the sets of kept tokens, whose type would load torch in the worker.
         seen = replace(episode, kept=None)
         code = partial(reward_of, self.environment.actor)
-        future = self._pool.submit(code, session.state, seen, timeout=self._timeout)
+        future = self._call(session, "reward", code, session.state, seen)
 
         def rewarded() -> Score:
             result = _outcome(future)
@@ -227,7 +234,7 @@ class EnvironmentHost:
     ) -> Future[tuple[Session, str | T]]:
         """The session after `reset` or `step`, and its text; `lost` where the environment is lost."""
         code = partial(method, self.environment.actor)
-        future = self._pool.submit(code, *arguments, self._longest, timeout=self._timeout)
+        future = self._call(session, name, code, *arguments, self._longest)
 
         def advanced() -> tuple[Session, str | T]:
             result = _outcome(future)
@@ -238,6 +245,17 @@ class EnvironmentHost:
             return replace(session, state=state, rewards=rewards, done=done), lost if text is None else text
 
         return _when_done([future], advanced)
+
+    def _call(self, session: Session, name: str, code: Callable[..., T], *arguments: Any) -> Future[T]:
+        """The result of code in a worker process, kept before anyone reads it, or the one that was kept."""
+        if self.call_log is None:
+            return self._pool.submit(code, *arguments, timeout=self._timeout)
+        log, content = self.call_log, f"{session.key} {name} ".encode() + (session.state or b"")
+        key = blake2b(content, digest_size=16).hexdigest()
+        if kept := log.take(key):
+            return _when_done([], lambda: kept[0])
+        future = self._pool.submit(code, *arguments, timeout=self._timeout)
+        return _when_done([future], lambda: log.keep(key, future.result()))
 
     def _check(self, call: ParsedCall) -> bytes | ToolCall:
         """The pickled arguments of a call, or the answer to one that is wrong."""

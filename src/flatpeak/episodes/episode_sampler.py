@@ -143,7 +143,7 @@ class EpisodeSampler(WrappedSampler):
                 Episode(
                     prompt=prompts[p],
                     index=g,
-                    session=started[p][1],
+                    session=replace(started[p][1], key=derive_seed(seed, prompts[p].id, g)),
                     begun=begun,
                     limit=sampling.max_new_tokens,
                 )
@@ -183,6 +183,10 @@ class EpisodeSampler(WrappedSampler):
         """Give notices of the wrapped sampler, and of the first environment that fails."""
         super().announce_with(notice)
         self._notice = notice
+
+    def keep_calls(self, log: Any) -> None:
+        """Keep the results of calls for a resumed run, which reads them."""
+        self.host.call_log = log
 
     def close(self) -> None:
         """Close the wrapped sampler, and end what calls the tools."""
@@ -227,6 +231,8 @@ class EpisodeSampler(WrappedSampler):
         completion = _cut(completion, episode.left, self.tokenizer)
         stopped, game = completion.finish_reason == "stop", self.host.environment.is_game
         calls = self.renderer.calls(completion.token_ids) if stopped and not game else ()
+        read = repr((episode.added[-1:], completion.token_ids))
+        episode.session = replace(episode.session, key=derive_seed(episode.session.key, read))
         episode.drawn.append(completion)
         written = tuple(ToolCall(name=call.name, arguments=call.arguments) for call in calls)
         episode.turns.append(Turn(sampled=len(completion.token_ids), text=completion.text, calls=written))

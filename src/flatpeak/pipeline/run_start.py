@@ -225,6 +225,7 @@ def open_recorder(run: Run, start: RunStart, directory: RunDirectory | None) -> 
     )
     if newest is not None:
         recorder.point_at(newest.path)
+        recorder.call_log.begin_step(run.resume_point.stage, newest.step)
     return recorder
 
 

@@ -155,6 +155,7 @@ def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[
             components.attach(run.paths.path, run.stop)
             components.sampler.announce_with(run.progress.notice)
             components.sampler.halve_with(recorder.halvings)
+            components.sampler.keep_calls(recorder.call_log)
             if point.newest is not None:
                 state = point.newest.state["stage"][SAMPLER_STATE]
                 components.sampler.load(checked_sampler_state(state, ranks))

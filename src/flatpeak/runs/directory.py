@@ -39,6 +39,7 @@ RUN_FILES = (
     "rollouts",
     "evaluations",
     "judge",
+    "calls",
     "tracking",
     "checkpoints",
     "summary.json",
@@ -128,6 +129,7 @@ class RunPaths:
         self.metrics = path / "metrics.jsonl"
         self.notices = path / "notices.jsonl"
         self.rollouts = path / "rollouts"
+        self.calls = path / "calls"
         self.evaluations = path / "evaluations"
         self.checkpoints = path / "checkpoints"
         self.sft_checkpoints = self.checkpoints / "sft"
@@ -237,6 +239,8 @@ class RunDirectory(RunPaths):
             for kind in DIGESTS:
                 before, now = last_digests(manifest, kind), start.get(kind, {})
                 self.changed[kind] = [key for key in now if before.get(key, now[key]) != now[key]]
+            if self.changed["code"]:  # it may answer otherwise
+                shutil.rmtree(self.calls, ignore_errors=True)
             start |= {"changed": changed, "anew": not any(self.saved_steps)}
             manifest.setdefault("resumed", []).append(start)
             remove_leftovers(self.checkpoints)

@@ -18,6 +18,7 @@ from flatpeak.evaluation.config import EvaluationConfig, is_verdict
 from flatpeak.evaluation.evaluate import Evaluator
 from flatpeak.evaluation.result import Evaluation, no_accuracy
 from flatpeak.protocols import Progress, SavesModel
+from flatpeak.runs.call_log import CallLog
 from flatpeak.runs.callbacks import Callbacks
 from flatpeak.runs.checkpoints import (
     BEST,
@@ -86,6 +87,7 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self.rollout_log = RolloutLog(self.run.rollouts, notice=self.progress.notice)
+        self.call_log = CallLog(self.run.calls, rank=self.ranks.rank, notice=self.progress.notice)
         self.missing_rewards = MissingRewardMonitor(self.progress.notice)
         self.logprob_gaps = LogprobGapMonitor(self.progress.notice)
         self._completed: CompletedStep | None = None
@@ -111,8 +113,9 @@ class Recorder:
             raise StoppedError("a signal asked to stop before a pass")
 
     def begin_step(self, stage: Stage, step: int) -> None:
-        """Date notices by this step, until the next one begins."""
+        """Assign notices and results of calls to this step, until the next one begins."""
         self.notices.begin_step(stage.name, step)
+        self.call_log.begin_step(stage.name, step)
 
     def complete(
         self, stage: Stage, step: int, total: int, metrics: Mapping[str, float], *, evaluation_due: bool
@@ -327,6 +330,7 @@ class Recorder:
         if stage.name == "train" and history.best_step == step:
             link_checkpoint(parent, BEST, path)
         prune(parent, keep=self.config.keep_checkpoints)
+        self.call_log.forget(done=f"{stage.name}_{step:06d}" if done.evaluated else "")
         return path
 
     def _sync_logs(self) -> None:
