@@ -3,12 +3,14 @@
 import keyword
 import re
 import string
+import time
 from functools import cache
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flatpeak.episodes.calls import json_calls
 from flatpeak.episodes.rendering import make_renderer
 from flatpeak.errors import UserError
 from support.chat_templates import CHATML, HERMES, Chat, byte_level_tokenizer, trl_templates, trl_tokenizer
@@ -182,6 +184,13 @@ def test_spaces_between_tags_do_not_matter(form, text, arguments):
 def test_a_list_has_several_calls():
     text = "<|tool_call_start|>[f(n=1), g(x='a\\n')]<|tool_call_end|> and <|tool_call_start|>[f()]<|tool_call_end|>"
     assert read("list", text) == [("f", {"n": 1}), ("g", {"x": "a\n"}), ("f", {})]
+
+
+def test_a_turn_of_many_spaces_is_read_at_once():
+    turn = "{" + " " * 50_000 + "}"
+    start = time.process_time()
+    assert json_calls(turn, turn, ()) == ()
+    assert time.process_time() - start < 2  # a search from every space takes ten seconds
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -102,6 +102,11 @@ async def look(name: str, uses: int) -> str:
     return f"{name}{uses}" if name else 1 // 0
 
 
+def done() -> str:
+    """End the game."""
+    return "over"
+
+
 def ranked(completions):
     return [0.0 for _ in completions]
 
@@ -115,6 +120,8 @@ def load_environment(kind="single", system=None, rubric=None):
         source = Keys(max_turns=5, **given)
         source.add_tool(look, args_to_skip=["uses"])
         return source
+    if kind == "done":
+        return vf.ToolEnv(tools=[done], **given)
     if kind == "group":
         return vf.EnvGroup([vf.SingleTurnEnv(**given)])
     if kind == "single":
@@ -271,6 +278,7 @@ def test_tools_are_called_with_what_the_environment_adds_to_their_arguments(code
         ({"rubric": "group"}, "cannot be served: its rubric compares the rollouts of a group"),
         ({"rubric": "judge"}, "cannot be served: its rubric asks a judge; flatpeak has its own"),
         ({"kind": "boxed"}, "cannot be served: its tools run in a sandbox, and each turn would run them again"),
+        ({"kind": "done"}, "cannot be served: rename its tools done, whose names flatpeak uses"),
         ({"kind": "group"}, "is EnvGroup <"),
         ({"kind": "none"}, "does not load: KeyError: 'none' ("),
         ({"sort": "x"}, "does not load: TypeError: load_environment() got an unexpected keyword argument 'sort'"),

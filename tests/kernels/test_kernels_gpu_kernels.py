@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from flatpeak.kernels import gpu_kernels
 from flatpeak.kernels.gpu_kernels import kernel_notices, works
@@ -50,6 +54,26 @@ def test_kernels_that_are_off_are_not_used_and_a_notice_says_so(gap: float, chec
     assert not in_bfloat16()
     (notice,) = kernel_notices()
     assert "the output layer runs without the Triton kernel, and is slower: its results are off by" in notice
+
+
+def test_the_check_of_a_decoding_step_sees_results_that_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(update: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        return residual.add_(update) * torch.nan
+
+    def rotate(
+        states: Tensor, cosines: Tensor, sines: Tensor, keys: Tensor, values: Tensor, *_: object, heads: int
+    ) -> Tensor:
+        keys.fill_(torch.nan)
+        values.fill_(torch.nan)
+        return states.new_full((3, heads, 64), torch.nan)
+
+    kernels = {
+        "add_and_normalize": add,
+        "rotate_and_store": rotate,
+        "gated": lambda states: states[:, :200] * torch.nan,
+    }
+    monkeypatch.setitem(sys.modules, "flatpeak.kernels.decode_layer_triton", SimpleNamespace(**kernels))
+    assert math.isnan(gpu_kernels._check_decode_layer(torch.device("cpu"), torch.float32))
 
 
 def test_without_a_compiler_torch_computes_and_the_notice_has_the_reason(check_with: Callable[..., None]) -> None:

@@ -28,6 +28,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "llama": ("llama", {}),
     "llama with biases": ("llama", {"attention_bias": True}),
+    "llama with a window that it ignores": ("llama", {"sliding_window": 5}),
     "mistral with a window": ("mistral", {"sliding_window": 5}),
     "qwen3 with norms of heads": ("qwen3", {}),
 }
@@ -119,7 +120,8 @@ def token_logprobs(
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     tokens, dim, vocabulary = 37, 16, 5000
     draw = [torch.randn(*shape).to(device, dtype) for shape in ((tokens, dim), (vocabulary, dim), (vocabulary,))]
-    targets, weights = torch.randint(vocabulary, (tokens,), device=device), torch.randn(tokens, device=device)
+    # A column of a matrix: the kernels read targets that lie next to each other.
+    targets, weights = torch.randint(vocabulary, (tokens, 2), device=device)[:, 0], torch.randn(tokens, device=device)
     targets[0] = vocabulary - 1
     results = []
     works = logprobs.works

@@ -24,13 +24,13 @@ CallReader = Callable[[str, str, Schemas], tuple[ParsedCall, ...]]
 _REASONING: Final = rf"{THINK_OPEN}.*?(?:{THINK_CLOSE}|\Z)"
 _THOUGHT: Final = re.compile(_REASONING, re.DOTALL)
 _OPENING: Final = re.compile(rf"{_REASONING}|(?P<call><tool_call>)", re.DOTALL)
-_VALUE: Final = r"((?:(?!</tool_call>\s*<tool_call>).)*?)"
+_VALUE: Final = r"((?:[^<\n]++|\n|<(?!/tool_call>\s*<tool_call>))*?)"
 _PLAIN_BLOCK: Final = re.compile(r"<call>(?P<call>(?:(?!<call>).)*?)(?P<end></call>|\Z)", re.DOTALL)
 _JSON_BLOCK: Final = re.compile(rf"{_REASONING}|<tool_call>(?P<call>.*?)(?P<end></tool_call>|\Z)", re.DOTALL)
 _LIST_BLOCK: Final = re.compile(
     rf"{_REASONING}|<\|tool_call_start\|>(?P<call>.*?)(?P<end><\|tool_call_end\|>|\Z)", re.DOTALL
 )
-_WHOLE_TURN: Final = re.compile(r"\s*(<\|python_tag\|>|\[TOOL_CALLS\])?\s*(.*?)\s*", re.DOTALL)
+_WHOLE_TURN: Final = re.compile(r"(<\|python_tag\|>|\[TOOL_CALLS\])?\s*(.*)", re.DOTALL)
 _PLAIN_FORM: Final = 'Write a call as <call>name(x=1, y="a")</call>: arguments by name, and their values written out.'
 _JSON_FORM: Final = 'Write a call as <tool_call>{"name": "...", "arguments": {...}}</tool_call> with valid JSON.'
 _LIST_FORM: Final = 'Write calls as <|tool_call_start|>[name(x=1, y="a")]<|tool_call_end|>: arguments by name.'
@@ -47,7 +47,7 @@ def json_calls(text: str, bare: str, schemas: Schemas) -> tuple[ParsedCall, ...]
     """The calls as JSON in tags, or as the whole turn: Qwen2.5, Qwen3, Hermes, Llama 3."""
     if calls := _in_blocks(_JSON_BLOCK, text, _JSON_FORM, _from_json):
         return calls
-    marked, body = (_WHOLE_TURN.fullmatch(_THOUGHT.sub("", one)) for one in (text, bare))
+    marked, body = (_WHOLE_TURN.fullmatch(_THOUGHT.sub("", one).strip()) for one in (text, bare))
     calls = _in_block(body[2], _JSON_FORM, _from_json) if body and body[2][:1] in ("{", "[") else ()
     # Without a mark, other JSON is an answer.
     return calls if (marked and marked[1]) or all(call.error is None for call in calls) else ()

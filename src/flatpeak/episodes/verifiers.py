@@ -155,7 +155,9 @@ def _load(reference: str, arguments: dict[str, Any]) -> Any:
     if not isinstance(source, MultiTurnEnv):
         raise UserError(f"{where} is {describe_value(source)}, and no MultiTurnEnv; of a group, load each by itself")
     rubrics = [source.rubric, *getattr(source.rubric, "rubrics", ())]
+    taken = [tool for tool in getattr(source, "tool_map", ()) if tool.startswith("_") or hasattr(_Game, tool)]
     obstacles = {
+        f"rename its tools {', '.join(taken)}, whose names flatpeak uses": taken,
         "its tools run in a sandbox, and each turn would run them again": isinstance(source, SandboxEnv),
         "its rubric compares the rollouts of a group": source.requires_group_rollouts,
         "its rubric asks a judge; flatpeak has its own": any(isinstance(rubric, JudgeRubric) for rubric in rubrics),

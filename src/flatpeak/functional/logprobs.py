@@ -68,7 +68,7 @@ def token_logprobs(
         kept_T=kept_T,
         fused=fused,
     )
-    logprobs_T, entropy_T = _TokenLogprobs.apply(hidden_TD, output_weight_VD, targets_T, bias_V, head)
+    logprobs_T, entropy_T = _TokenLogprobs.apply(hidden_TD, output_weight_VD, targets_T.contiguous(), bias_V, head)
     return logprobs_T, entropy_T
 
 

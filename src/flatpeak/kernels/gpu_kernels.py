@@ -78,9 +78,7 @@ def _check_decode_layer(device: torch.device, dtype: torch.dtype) -> float:
         (keys[1, 0, 0], rotated[1, 2]),
         (values[2, 0, 2], states[2, 3]),
     ]
-    return max(
-        float((ours.float() - theirs.float()).abs().max()) / (1 + float(theirs.abs().max())) for ours, theirs in pairs
-    )
+    return _largest_gap(pairs)
 
 
 def _check_token_logprobs(device: torch.device, dtype: torch.dtype) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from flatpeak.kernels.block_attention import AttentionRule
 from flatpeak.kernels.gpu_kernels import works
@@ -21,6 +22,8 @@ from flatpeak.policy.model_settings import is_replaced
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 """The model types whose decoder layers are those of Llama, with norms of queries and keys in Qwen3."""
+_GENERAL = (nn.Embedding, nn.Linear, nn.ModuleList, nn.SiLU, type(ACT2FN["silu"]))
+"""The other classes of modules in such a model. An adapter has another class, and these among its children."""
 LARGEST_HIDDEN = 16_384
 """The largest hidden dimension: a norm's row lies in the registers of one program."""
 
@@ -86,7 +89,9 @@ class FusedDecoding:
 
 
 def _rule(attention: Any) -> AttentionRule:
-    window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+    config = attention.config
+    of_all = config.sliding_window if config.model_type == "mistral" else None  # Llama's ignores this key
+    window = getattr(attention, "sliding_window", of_all)
     return AttentionRule(scale=attention.scaling, window=window)
 
 
@@ -121,14 +126,12 @@ def _is_usual(causal: Any) -> bool:
         kind not in KINDS
         or {(weight.device.type, weight.dtype) for weight in weights} != {("cuda", dtype)}
         or config.hidden_size > LARGEST_HIDDEN
-        or config.hidden_act not in ("silu", "swish")
     ):
         return False
     trunk = getattr(causal, causal.base_model_prefix)
     for module in trunk.modules():
         own = plain_class(module).__module__ == f"transformers.models.{kind}.modeling_{kind}"
-        known = own or type(module) in (nn.Linear, nn.Embedding) or next(module.parameters(recurse=False), None) is None
-        if not known or is_replaced(module):
+        if not (own or type(module) in _GENERAL) or is_replaced(module):
             return False
     layer = trunk.layers[0]  # all are alike
     projections = [getattr(layer.self_attn, name).bias is None for name in ("q_proj", "k_proj", "v_proj")]

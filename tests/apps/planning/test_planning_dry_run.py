@@ -15,7 +15,7 @@ from flatpeak.apps.planning.dry_run import (
     scoring_peak,
     update_peak,
 )
-from flatpeak.apps.planning.fake_policy import MemoryTracker, PassSettings
+from flatpeak.apps.planning.fake_policy import MemoryTracker, PassSettings, _attention_size
 from flatpeak.apps.planning.workload import full_batch
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
@@ -103,6 +103,15 @@ def test_attention_on_a_gpu_keeps_scores_where_heads_share_keys(tmp_path: Path) 
     # Of 8 responses over blocks of 64 and 6 positions, float32: what softmax gives, in each of 2 layers.
     scores = 4 * 8 * 4 * (64 * (30 + 64) + 6 * (30 + 70))
     assert gpu - cpu > 2 * scores
+
+
+def test_recomputed_layers_keep_no_scores_on_a_gpu(tmp_path: Path) -> None:
+    _attention_size.cache_clear()  # its first call comes from a layer that is recomputed
+    base = saved_model(tmp_path, **SIZES)
+    recomputed, kept = (
+        update_peak(settings_of(base, on_cpu=False, recompute=recompute), BATCH) for recompute in (True, False)
+    )
+    assert recomputed < 0.8 * kept
 
 
 def test_a_prefill_keeps_the_keys_and_values_of_its_prompts(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -275,7 +276,9 @@ def _attention_size(
 ) -> _AttentionSize:
     flash = mask_shape is None and dtype in (torch.bfloat16, torch.float16)
     written_out = shapes[0][1] != shapes[1][1] and not flash
-    with _disable_current_modes(), FakeTensorMode(), torch.enable_grad():
+    # Without the hooks of a layer that is recomputed, into which the call below would come back.
+    kept_as_they_are = saved_tensors_hooks(lambda states: states, lambda states: states)
+    with _disable_current_modes(), FakeTensorMode(), torch.enable_grad(), kept_as_they_are:
         states = query, key, value = [torch.empty(shape, dtype=dtype, requires_grad=True) for shape in shapes]
         mask = None if mask_shape is None else torch.empty(mask_shape, dtype=torch.bool)
         inputs = states if mask is None else [*states, mask]
