@@ -64,6 +64,7 @@ def taught(model: str, scratch: Path) -> Path:
         "task": {
             "min_value": 100,
             "max_value": 999,
+            "test_size": 4,
             "operators": ["*"],
             "question": "What is {a} * {b}?",
             "rationale": f"{CALL}<result>{{answer}}</result>{{answer}}",
@@ -75,7 +76,7 @@ def taught(model: str, scratch: Path) -> Path:
         "evaluation": {"every": 0},
     }
     result = flatpeak.sft(recipe, tools=[multiply], progress=False)
-    return Path(result.path) / "checkpoints" / "sft"
+    return Path(result.path) / "checkpoints" / "sft" / "last"
 
 
 if __name__ == "__main__":
