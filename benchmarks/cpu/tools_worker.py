@@ -68,7 +68,7 @@ def train_flatpeak(arguments: dict[str, Any], questions: list[str], reward: Step
     """Train through the public entry point, with episodes, metrics and rollout log as in every run."""
     recipe = {
         "model": {"path": arguments["model"], "device": "cpu"},
-        "run": {"directory": arguments["scratch"], "threads": 1, "seed": SEED},
+        "run": {"directory": arguments["scratch"], "threads": 1, "seed": SEED, "checkpoint_every": 0},
         "prompt": {"template": "chat"},
         "rollout": {"prompts_per_step": PROMPTS, "group_size": GROUP, "max_new_tokens": CAP},
         "optimizer": {"learning_rate": LEARNING_RATE, "betas": list(BETAS)},
