@@ -91,7 +91,8 @@ def recipe(tmp_path):
     return str(path)
 
 
-def test_the_demo_ends_with_accuracy_after_sft_and_after_rl(monkeypatch):
+def test_the_demo_ends_with_accuracy_after_sft_and_after_rl(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # `make demo` leaves a run of this name, whose last line would be another
     library, done = run(monkeypatch, "demo", "training.steps=7")
     assert done.exit_code == 0
     last, following = done.stdout.splitlines()[-2:]
