@@ -18,6 +18,12 @@ from support.tables import read_tables
 TABLES = read_tables(__file__)
 
 
+@pytest.fixture(autouse=True)
+def no_secrets_of_other_tests(monkeypatch):
+    """Their recipes ran in this process, and some texts here have the same secrets."""
+    monkeypatch.setattr(redaction, "_recipe_secrets", set())
+
+
 @pytest.mark.parametrize(("text", "clean"), TABLES["secrets"])
 def test_text_shaped_like_a_secret_is_hidden_in_runs_and_in_judges_replies(text, clean):
     assert redact(text) == clean
@@ -133,7 +139,6 @@ def test_nothing_in_a_shipped_recipe_or_among_the_defaults_is_taken_for_a_secret
 
 
 def test_a_recipes_secrets_are_hidden_wherever_they_stand_once_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redaction, "_recipe_secrets", set())
     arguments = {"token": "tok-987-abc", "password": "word", "n": "plain-987-abc"}
     hide_secrets_of({"rewards": {"f": {"arguments": arguments}}})
     assert redact("tok-987-abc refused, a word, plain-987-abc") == "[redacted] refused, a word, plain-987-abc"
@@ -143,7 +148,6 @@ def test_a_recipes_secrets_are_hidden_wherever_they_stand_once_it_runs(monkeypat
 def test_a_recipes_secret_without_a_digit_is_hidden_from_twelve_characters_on(
     secret: str, printed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redaction, "_recipe_secrets", set())
     hide_secrets_of({"password": secret})
     assert redact(f"login with {secret} refused") == f"login with {printed} refused"
 
@@ -161,7 +165,6 @@ def test_a_recipes_secret_without_a_digit_is_hidden_from_twelve_characters_on(
 def test_a_recipes_secret_is_hidden_as_python_json_and_addresses_write_it(
     secret: str | int, printed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redaction, "_recipe_secrets", set())
     hide_secrets_of({"password": secret})
     hidden = redact(printed.format(secret))
     assert "987" not in hidden
