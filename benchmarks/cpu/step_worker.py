@@ -23,6 +23,25 @@ from flatpeak.types import Example
 LEARNING_RATE = 1e-6
 BETAS = (0.9, 0.999)
 SEED = 0
+TRL_SETTINGS: dict[str, Any] = {
+    "learning_rate": LEARNING_RATE,
+    "lr_scheduler_type": "constant",
+    "adam_beta1": BETAS[0],
+    "adam_beta2": BETAS[1],
+    "weight_decay": 0.0,
+    "beta": 0.0,
+    "temperature": 1.0,
+    "bf16": False,
+    "use_cpu": True,
+    "gradient_checkpointing": False,
+    "shuffle_dataset": False,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+    "seed": SEED,
+}
+"""The settings of TRL's trainer in every benchmark of steps."""
 
 
 class StepReward:
@@ -138,28 +157,13 @@ def train_trl(
         num_generations=work.group,
         max_completion_length=work.limits.cap,
         max_steps=arguments["steps"],
-        learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
-        adam_beta1=BETAS[0],
-        adam_beta2=BETAS[1],
-        weight_decay=0.0,
         max_grad_norm=1.0,
-        beta=0.0,
         loss_type="grpo",
         scale_rewards="group",
-        temperature=1.0,
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
-        shuffle_dataset=False,
         logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
         use_transformers_continuous_batching=arguments["contender"] == "TRL generate_batch",
         transformers_continuous_batching_config=arguments.get("continuous_batching"),
-        seed=SEED,
+        **TRL_SETTINGS,
     )
     ordered = Stream(items=rows, seed=derive_seed(SEED, "prompts", "main")).take(0, len(rows))
     trainer = GRPOTrainer(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import flatpeak
-from benchmarks.cpu.step_worker import BETAS, LEARNING_RATE, SEED, StepReward
+from benchmarks.cpu.step_worker import BETAS, LEARNING_RATE, SEED, TRL_SETTINGS, StepReward
 from benchmarks.harness.models import load_model, load_tokenizer
 from benchmarks.harness.worker_process import Meter, ParentPipe
 
@@ -91,22 +91,7 @@ def train_trl(arguments: dict[str, Any], questions: list[str], reward: StepRewar
         num_generations=GROUP,
         max_completion_length=CAP,
         max_steps=arguments["steps"],
-        learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
-        adam_beta1=BETAS[0],
-        adam_beta2=BETAS[1],
-        weight_decay=0.0,
-        beta=0.0,
-        temperature=1.0,
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
-        shuffle_dataset=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        seed=SEED,
+        **TRL_SETTINGS,
     )
     trainer = GRPOTrainer(
         load_model(arguments["model"]),
