@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatpeak.policy.gpu_decoding import KINDS, _is_usual
+from flatpeak.policy.gpu_decoding import KINDS, FusedDecoding, _is_usual
 from flatpeak.policy.model_settings import make_adapted_layers_fast
 from support.models import tiny_model
 
@@ -56,3 +56,18 @@ def test_layers_that_compute_something_else_are_not_fused(change: Callable[[Any]
 def test_layers_with_a_merged_adapter_are_fused() -> None:
     adapted: Any = peft.get_peft_model(tiny_model("qwen2"), peft.LoraConfig(target_modules=["q_proj"]))
     assert is_usual_on_a_gpu(adapted.merge_and_unload())
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_refreshing_copies_the_changed_weights_into_the_same_memory(biases: bool) -> None:
+    model = tiny_model("llama", attention_bias=biases)
+    fused = FusedDecoding(model)
+    addresses = [each.data_ptr() for each in fused.tensors]
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(1.0)
+    with torch.inference_mode():
+        fused.refresh()
+    assert [each.data_ptr() for each in fused.tensors] == addresses
+    assert all(map(torch.equal, fused.tensors, FusedDecoding(model).tensors))
+    assert len(fused.tensors) == 2 * (1 + biases)

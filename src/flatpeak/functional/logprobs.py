@@ -56,10 +56,8 @@ def token_logprobs(
     _check(hidden_TD, output_weight_VD, targets_T, bias_V, chunk_size)
     if temperature <= 0 or (softcap is not None and softcap <= 0):
         raise ValueError(f"temperature={temperature}, softcap={softcap}: give values above 0 (softcap=None is off)")
-    on_cpu, fused = (
-        hidden_TD.device.type == "cpu",
-        kept_T is None and works("token_logprobs", device=hidden_TD.device, dtype=hidden_TD.dtype),
-    )
+    on_cpu = hidden_TD.device.type == "cpu"
+    fused = kept_T is None and works("token_logprobs", device=hidden_TD.device, dtype=hidden_TD.dtype)
     head = Head(
         softcap=softcap,
         logit_scale=logit_scale,
