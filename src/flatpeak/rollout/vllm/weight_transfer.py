@@ -32,6 +32,8 @@ TOKEN_SECONDS: Final = 5.0
 """Timeout of the token on a new connection; meanwhile no other connection is accepted."""
 _POLL_SECONDS: Final = 0.2
 """Seconds between checks for a failed server."""
+_SENT_AT_ONCE: Final = 1 << 20
+"""Bytes between two checks; a reader that keeps up can take a whole tensor from one call of `send`."""
 Check = Callable[[], None]
 """Raises a ServerError once waiting is pointless."""
 
@@ -125,7 +127,7 @@ def bytes_of(weight: Tensor) -> Any:
 def _send(connection: socket.socket, content: memoryview, check: Check) -> None:
     while content:
         with suppress(TimeoutError):
-            content = content[connection.send(content) :]
+            content = content[connection.send(content[:_SENT_AT_ONCE]) :]
         check()  # even while bytes flow, because the workers' request may have been abandoned
 
 
