@@ -61,6 +61,16 @@ class Sampler:
         """The groups of `generate`, each once with the index of its prompt, in the order in which they finish."""
         yield from enumerate(self.generate(prompts, group_size=group_size, sampling=sampling, seed=seed))
 
+    def converse(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int, dialogue: Any
+    ) -> Iterator[int]:
+        """Draw completions of several turns in one request, answered by a rollout.conversation.Dialogue.
+
+        The indices of prompts as their groups end. It may end early, and does so at once here; what is left is then
+        drawn turn by turn.
+        """
+        yield from ()
+
     def observe(self, groups: Sequence[Group]) -> None:
         """Record groups that the samplers of all ranks have drawn."""
 
@@ -227,7 +237,8 @@ class DecodeState(Protocol):
     """The keys and values of prompts, by entry, and of the completions being decoded, by slot.
 
     It may have a method `drawing(buffer)`, which returns a function that draws tokens in place of the CompletionBuffer,
-    and `prefill_tokens`, the most prompt tokens that it wants in one pass.
+    `skip(slots)`, after which these slots need no tokens until they are admitted or extended, and `prefill_tokens`, the
+    most prompt tokens that it wants in one pass.
     """
 
     def admit(self, slots: Sequence[int], entries: Sequence[int]) -> None:
@@ -275,6 +286,11 @@ class Decoder(Protocol):
 
     def prefill(self, state: Any, prompts: Sequence[Sequence[int]], entries: Sequence[int]) -> Tensor:
         """Read prompts and keep them as these entries; returns the logits after each prompt, float32 [P, V]."""
+        ...
+
+    def extend(self, state: Any, slots: Sequence[int], kept: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Append tokens to these slots after the first kept[k] tokens of each; returns the logits after them, float32
+        [K, V]."""
         ...
 
     def decode(self, state: Any, tokens_R: Tensor) -> Tensor:

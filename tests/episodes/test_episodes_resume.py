@@ -1,7 +1,7 @@
 """Runs of episodes that are killed: what tools and environments have answered is kept, also if it was drawn at random.
 
-The environment draws the next number of a sequence with every call, so that a call that is made twice shows, and an
-uninterrupted run has the same answers as one that makes each call once.
+Each call draws the next number of a sequence that belongs to its history, so that a call that is made twice shows, and
+an uninterrupted run has the same answers as one that makes each call once, in whatever order.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -29,17 +30,18 @@ from support.resumes import differences, left_by
 from support.runs import tiny_recipe
 from support.workers import started_with, wait_for
 
-DRAWS = '''
+DRAWS = r'''
 import os
 from pathlib import Path
+from zlib import crc32
 
 DRAWN = Path(__file__).with_name("drawn")
-"""A byte for each number that was drawn."""
+"""A line for each number that was drawn, with the name of its sequence."""
 
 
-def number(index):
-    """The numbers of the sequence, all of six digits, and none twice."""
-    return 100_000 + index * 7919 % 900_000
+def number(name, index):
+    """The numbers of a sequence, all of six digits, and none twice."""
+    return 100_000 + (crc32(name.encode()) + index * 7919) % 900_000
 
 
 def fail() -> None:
@@ -55,26 +57,33 @@ def leave() -> None:
 
 def draw() -> int:
     """Draw the next number, whatever the input."""
-    with DRAWN.open("ab") as file:
-        file.write(b".")
-        return number(file.tell() - 1)
+    return draw_from("")
+
+
+def draw_from(name):
+    """Draw the next number of a sequence."""
+    with DRAWN.open("a+") as file:
+        file.write(f"{name}\n")
+        file.seek(0)
+        return number(name, file.read().split("\n").count(name) - (2 if name == "" else 1))
 
 
 class Draws:
     """Shows a number in every turn, and the last digit of a sum that its state keeps."""
 
-    def reset(self):
-        self.left, self.sum = 3, draw()
+    def reset(self, seed):
+        self.left, self.sum, self.history = 3, draw_from(str(seed)), str(seed)
         return str(self.sum)
 
     def step(self, action):
-        drawn = draw()
+        self.history += ascii(action)
+        drawn = draw_from(self.history)
         self.left -= 1
         self.sum += drawn
         return f"{drawn} {self.sum % 10}", None, self.left == 0
 
     def reward(self):
-        return float(draw())
+        return float(draw_from(self.history + " reward"))
 '''
 MARK = "FLATPEAK_TEST_KILLS"
 """The variable that tells the processes of the runs."""
@@ -149,7 +158,7 @@ class Run:
 
     def count(self) -> int:
         """The numbers that were drawn."""
-        return self.drawn.stat().st_size if self.drawn.exists() else 0
+        return self.drawn.read_text().count("\n") if self.drawn.exists() else 0
 
     def kept(self) -> int:
         """The results in the log."""
@@ -160,10 +169,11 @@ class Run:
 
         There is one worker, so that only one number can be in this state.
         """
-        last = re.compile(rf"(?<![\d.]){100_000 + (self.count() - 1) * 7919 % 900_000}(?!\d)")
+        *before, name = self.drawn.read_text().splitlines()
+        drawn = 100_000 + (crc32(name.encode()) + before.count(name) * 7919) % 900_000
         files = [path for name in ("calls", "rollouts", "evaluations") for path in self.path.glob(f"{name}/*")]
-        if self.count() and not any(last.search(path.read_text()) for path in files):
-            os.truncate(self.drawn, self.count() - 1)
+        if not any(re.search(rf"(?<![\d.]){drawn}(?!\d)", path.read_text()) for path in files):
+            self.drawn.write_text("".join(f"{line}\n" for line in before))
 
     def left(self) -> dict[str, Any]:
         """All that it leaves, but for times and where it is."""
@@ -204,7 +214,7 @@ def test_a_run_that_is_killed_three_times_calls_nothing_twice_and_ends_as_if_it_
         run.put_back()
     trainer.train(run.config)
     assert kept > 0
-    assert run.count() == whole.count()
+    assert sorted(run.drawn.read_text().splitlines()) == sorted(whole.drawn.read_text().splitlines())
     assert differences(run.left(), whole.left(), stopped=False) == []
     assert run.kept() == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from flatpeak.rollout.engine import NativeEngine
 from flatpeak.training.batch import collate
 from flatpeak.training.learner import score
 from flatpeak.types import Completion, Example, Group, PackedCompletions, Prompt, SamplingParams
+from support.episodes import TOKENIZER, Game, asked, draw, sampler_of
 from support.models import letter_tokenizer, tiny_model
 from support.policies import gradients, largest_gap
 
@@ -66,6 +68,23 @@ def packed(groups: list[Group], policy: Policy) -> PackedCompletions:
 
 def completions_of(groups: list[Group]) -> list[Completion]:
     return [completion for group in groups for completion in group.completions]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("max_rows", [512, 16])
+def test_those_of_every_turn_of_an_episode_are_too(kind: str, max_rows: int) -> None:
+    model = tiny_model(kind, scale=2.0, **SIZES, vocab_size=len(TOKENIZER))
+    policy = Policy(model.cuda().eval(), TOKENIZER)
+    host, engine = Game(delays=Random(0)), NativeEngine(policy, max_rows=max_rows)
+    asks = [asked(str(length), "2+2=" * length) for length in (1, 3, 40)]
+    groups = draw(sampler_of(engine, host, max_tokens=6), asks, group_size=8, max_new_tokens=200)
+    assert engine.notices == []
+    episodes = completions_of(groups)
+    assert max(len(episode.turns) for episode in episodes) > 3
+    batch = packed(groups, policy)
+    gaps_T = (score(policy, batch, temperature=1.0, micro_batch_tokens=5000) - batch.sampler_logprobs_T).abs().cpu()
+    sampled = [own for episode in episodes for own in episode.trained or (True,) * len(episode.token_ids)]
+    assert float(gaps_T[torch.tensor(sampled)].max()) < 1e-4
 
 
 @pytest.mark.parametrize("kind", KINDS)

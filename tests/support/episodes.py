@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,6 +106,23 @@ class LocalHost:
     def finish(self, session: Session, episode: Completion) -> Future[Score]:
         """The sum of a game's rewards."""
         return done(sum(session.rewards) if session.rewards else None)
+
+
+class Game(LocalHost):
+    """Answers an action by its first letters after a random time, and ends after an action that contains a digit."""
+
+    def __init__(self, *, delays: Random | None = None) -> None:
+        super().__init__(lambda call: f"saw {call.name[:3]}" if not set("0123") & set(call.name) else "over", game=True)
+        self.delays = delays
+
+    def step(self, session: Session, action: str) -> Future[Any]:
+        """The answer, at some later time."""
+        answer = super().step(session, action)
+        if self.delays is None:
+            return answer
+        late: Future[Any] = Future()
+        threading.Timer(self.delays.random() * 0.01, lambda: late.set_result(answer.result())).start()
+        return late
 
 
 def sampler_of(inner: Sampler, host: Any, *, tokenizer: Any = TOKENIZER, **limits: Any) -> EpisodeSampler:

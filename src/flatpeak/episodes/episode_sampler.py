@@ -1,104 +1,40 @@
 """Episodes by any sampler: a turn of the policy, the answers of its tools, the next turn, until each episode ends.
 
 Tokens are append-only. The prompt of a turn is, id by id, that of the turn before, what the policy sampled then, and
-what was added after it; nothing is rendered or tokenized again. The first turn is the ordinary request of a group, so
-that an episode without a call is the completion that would be drawn without tools. A token depends on (seed, prompt id,
-index in group, turn, position) alone, so that episodes do not depend on each other or on how they are scheduled.
+what was added after it; nothing is rendered or tokenized again. An episode without a call is the completion that would
+be drawn without tools. A token depends on (seed, prompt id, index in group, turn, position) alone, so that episodes do
+not depend on each other or on how they are scheduled.
+
+The native engine draws all turns in one request, in which an episode keeps its keys and waits for no other
+(rollout/conversation.py). Other samplers get a request for each turn of all episodes.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
+from itertools import chain
 from typing import Any, Final, TypeVar
 
 from flatpeak.episodes.config import EpisodesConfig
 from flatpeak.episodes.environments import EnvironmentHost, Session
+from flatpeak.episodes.episode import Episode, cut_turn
 from flatpeak.episodes.rendering import Renderer
 from flatpeak.errors import StoppedError
-from flatpeak.functional.kept_tokens import ALL_BUT
 from flatpeak.protocols import Sampler, Tokenizer, WrappedSampler
+from flatpeak.rollout.conversation import NextTurn
 from flatpeak.rollout.randomness import derive_seed
-from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams, StopReason, ToolCall, Turn
+from flatpeak.types import Completion, Example, Group, Prompt, SamplingParams, Score, StopReason, ToolCall, Turn
 from flatpeak.utils.control_tokens import TextEncoder
 
 T = TypeVar("T")
 POLL_SECONDS: Final = 0.5
+TOGETHER_SECONDS: Final = 0.02
+"""Answers that come within this time are read in one pass, where no episode samples meanwhile."""
 CHARACTERS_PER_TOKEN: Final = 16
 """More than any text has on average: what is longer is cut without counting its tokens."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Episode:
-    """An episode so far."""
-
-    prompt: Prompt
-    index: int
-    """Its place in the group."""
-    session: Session
-    begun: float
-    limit: int
-    """The most tokens after the prompt."""
-    drawn: list[Completion] = field(default_factory=list)
-    """The policy's sampled tokens of each turn."""
-    added: list[tuple[int, ...]] = field(default_factory=list)
-    """The tokens that were added after each turn but the last."""
-    turns: list[Turn] = field(default_factory=list)
-    stop_reason: StopReason | None = None
-    answering: Future[Any] | None = None
-    """The session and the answer after the last turn, while they are waited for."""
-
-    @property
-    def left(self) -> int:
-        """The tokens that its limit leaves."""
-        return self.limit - sum(len(completion.token_ids) for completion in self.drawn) - sum(map(len, self.added))
-
-    @property
-    def read(self) -> int:
-        """The tokens of its next prompt."""
-        return len(self.prompt.token_ids) + self.limit - self.left
-
-    def next_prompt(self) -> Prompt:
-        """The prompt of the next turn."""
-        turns = zip(self.drawn, self.added, strict=True)
-        after = (token for completion, added in turns for token in (*completion.token_ids, *added))
-        name = f"{self.prompt.id}#{self.index}.{len(self.drawn)}"
-        return replace(self.prompt, id=name, token_ids=(*self.prompt.token_ids, *after))
-
-    def completion(self) -> Completion:
-        """All turns as one completion, of which the policy is trained on what it sampled."""
-        last = self.drawn[-1]
-        ended_by_limit = self.stop_reason in ("max_turns", "max_calls", "max_tokens", "timeout")
-        whole = replace(
-            last,
-            turns=tuple(self.turns),
-            stop_reason=self.stop_reason,
-            finish_reason="length" if ended_by_limit else last.finish_reason,
-        )
-        if not self.added:
-            return whole
-        # Only the first turn has a least length, so that its tokens alone may be filtered.
-        filtered = any(turn.filtered_logprobs is not None for turn in self.drawn)
-        kept = any(turn.kept is not None for turn in self.drawn)
-        return replace(
-            whole,
-            token_ids=self._joined(lambda completion: completion.token_ids, lambda token: token),
-            logprobs=self._joined(lambda completion: completion.logprobs, lambda _: 0.0),
-            filtered_logprobs=self._joined(lambda turn: turn.filtered_logprobs or turn.logprobs, lambda _: 0.0)
-            if filtered
-            else None,
-            kept=self._joined(lambda turn: turn.kept or ((ALL_BUT,),) * len(turn.token_ids), lambda _: (ALL_BUT,))
-            if kept
-            else None,
-            trained=self._joined(lambda completion: (True,) * len(completion.token_ids), lambda _: False),
-        )
-
-    def _joined(self, sampled: Callable[[Completion], Any], added: Callable[[int], Any]) -> tuple[Any, ...]:
-        """A value of each token: as sampled, or of a token that was added."""
-        turns = zip(self.drawn, [*self.added, ()][: len(self.drawn)], strict=True)
-        return tuple(value for completion, tokens in turns for value in (*sampled(completion), *map(added, tokens)))
 
 
 class EpisodeSampler(WrappedSampler):
@@ -135,37 +71,66 @@ class EpisodeSampler(WrappedSampler):
     ) -> Iterator[tuple[int, Group]]:
         """The groups of episodes, in the order in which they end."""
         begun, started = time.monotonic(), self._started(prompts, seed)
-        prompts = [prompt for prompt, _ in started]
         sampling = replace(sampling, stop=tuple(dict.fromkeys((*sampling.stop, *self.renderer.stop))))
-        going: dict[int, tuple[Group, list[Episode]]] = {}
-        for p, group in self._draw(prompts, sampling.max_new_tokens, sampling, group_size=group_size, seed=seed):
-            episodes = [
+        going = {
+            p: [
                 Episode(
-                    prompt=prompts[p],
+                    prompt=prompt,
                     index=g,
-                    session=replace(started[p][1], key=derive_seed(seed, prompts[p].id, g)),
+                    session=replace(session, key=derive_seed(seed, prompt.id, g)),
                     begun=begun,
                     limit=sampling.max_new_tokens,
                 )
                 for g in range(group_size)
             ]
-            for episode, completion in zip(episodes, group.completions, strict=True):
-                self._take(episode, completion)
-            going[p] = (group, episodes)
+            for p, (prompt, session) in enumerate(started)
+        }
+        settings: dict[str, Any] = {"sampling": sampling, "seed": seed}
+        finishing: dict[int, tuple[list[Episode], list[Completion], list[Future[Score]]]] = {}
+        for p in chain(self._in_one_request(going, **settings), self._turn_by_turn(going, **settings)):
+            completions = [episode.completion() for episode in going[p]]
+            rewards = [self.host.finish(e.session, c) for e, c in zip(going[p], completions, strict=True)]
+            finishing[p] = (going.pop(p), completions, rewards)
+            for done in [p for p, (_, _, rewards) in finishing.items() if all(reward.done() for reward in rewards)]:
+                yield done, self._finished(*finishing.pop(done))
+        for p, last in finishing.items():
+            yield p, self._finished(*last)
+
+    def _in_one_request(self, going: dict[int, list[Episode]], *, sampling: SamplingParams, seed: int) -> Iterator[int]:
+        """The groups as they end, in one request of a sampler that can converse; none by others."""
+        prompts = [episodes[0].prompt for episodes in going.values()]
+        dialogue = Answering(self, [episode for episodes in going.values() for episode in episodes])
+        yield from self.sampler.converse(
+            prompts, group_size=len(going[0]), sampling=sampling, seed=seed, dialogue=dialogue
+        )
+
+    def _turn_by_turn(self, going: dict[int, list[Episode]], *, sampling: SamplingParams, seed: int) -> Iterator[int]:
+        """The groups as they end, in one request of any sampler for each turn of all episodes."""
+        new = [p for p, episodes in going.items() if not all(episode.drawn for episode in episodes)]
+        first = self._draw(
+            [going[p][0].prompt for p in new],
+            sampling.max_new_tokens,
+            sampling,
+            group_size=len(going[new[0]]) if new else 1,
+            seed=seed,
+        )
+        for index, group in first if new else ():
+            for episode, completion in zip(going[new[index]], group.completions, strict=True):
+                if not episode.drawn:
+                    episode.version = group.version
+                    self.take(episode, completion)
         sampling = replace(sampling, min_new_tokens=0)  # of the first turn
         while going:
-            for p, (group, episodes) in list(going.items()):
-                for episode in episodes:
-                    self._read_answer(episode)
-                if all(episode.stop_reason is not None for episode in episodes):
-                    del going[p]
-                    yield p, replace(group, completions=tuple(self._finished(episodes)))
-            living = [one for _, episodes in going.values() for one in episodes if one.stop_reason is None]
-            if living:
-                for most, batch in self._batches(living):
-                    turns = [episode.next_prompt() for episode in batch]
-                    for index, group in self._draw(turns, most, sampling, group_size=1, seed=seed):
-                        self._take(batch[index], group.completions[0])
+            for episode in (episode for episodes in going.values() for episode in episodes):
+                self.read_answer(episode)
+            yield from [
+                p for p, episodes in going.items() if all(episode.stop_reason is not None for episode in episodes)
+            ]
+            living = [one for episodes in going.values() for one in episodes if one.stop_reason is None]
+            for most, batch in self._batches(living):
+                turns = [episode.next_prompt() for episode in batch]
+                for index, group in self._draw(turns, most, sampling, group_size=1, seed=seed):
+                    self.take(batch[index], group.completions[0])
 
     def stop_when(self, stopping: Callable[[], bool]) -> None:
         """Make waits for tools too raise StoppedError once `stopping()` is true."""
@@ -178,6 +143,14 @@ class EpisodeSampler(WrappedSampler):
             if self._stopping():
                 raise StoppedError("a signal asked to stop while tools were called")
         return future.result()
+
+    def wait_for_any(self, futures: Sequence[Future[Any] | None]) -> None:
+        """Wait until one of these calls has a result, and a little for the others; unless a signal asks to stop."""
+        pending = {future for future in futures if future is not None}
+        wait(pending, timeout=TOGETHER_SECONDS)
+        while not wait(pending, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED).done:
+            if self._stopping():
+                raise StoppedError("a signal asked to stop while tools were called")
 
     def announce_with(self, notice: Callable[[str], None]) -> None:
         """Give notices of the wrapped sampler, and of the first environment that fails."""
@@ -226,9 +199,9 @@ class EpisodeSampler(WrappedSampler):
         sampling = replace(sampling, max_new_tokens=min(most, self.config.max_tokens or most))
         return self.sampler.stream(prompts, group_size=group_size, sampling=sampling, seed=seed)
 
-    def _take(self, episode: Episode, completion: Completion) -> None:
+    def take(self, episode: Episode, completion: Completion) -> None:
         """Read a turn that the policy has sampled, and ask for the answer to it."""
-        completion = _cut(completion, episode.left, self.tokenizer)
+        completion = cut_turn(completion, episode.left, self.tokenizer)
         stopped, game = completion.finish_reason == "stop", self.host.environment.is_game
         calls = self.renderer.calls(completion.token_ids) if stopped and not game else ()
         read = repr((episode.added[-1:], completion.token_ids))
@@ -256,7 +229,7 @@ class EpisodeSampler(WrappedSampler):
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
-    def _read_answer(self, episode: Episode) -> None:
+    def read_answer(self, episode: Episode) -> None:
         """Append the answer to the last turn, where one is waited for."""
         if episode.answering is None:
             return
@@ -299,30 +272,48 @@ class EpisodeSampler(WrappedSampler):
             cut = cut[: min(len(cut) * most // tokens, len(cut) - 1)]
         return text if cut == text else f"{cut} [cut]"
 
-    def _finished(self, episodes: Sequence[Episode]) -> Iterator[Completion]:
-        """The completions of a group's episodes, with what their environments reward."""
-        completions = [episode.completion() for episode in episodes]
-        rewards = [
-            self.host.finish(episode.session, completion)
-            for episode, completion in zip(episodes, completions, strict=True)
+    def _finished(
+        self, episodes: Sequence[Episode], completions: Sequence[Completion], rewards: Sequence[Future[Score]]
+    ) -> Group:
+        """The group of episodes that have ended, with what their environments reward."""
+        rewarded = [
+            replace(completion, reward=self._wait(reward))
+            for completion, reward in zip(completions, rewards, strict=True)
         ]
-        for completion, reward in zip(completions, rewards, strict=True):
-            yield replace(completion, reward=self._wait(reward))
         if self.host.first_failure is not None and not self._announced:
             self._announced = True
             self._notice(f"an episode without a reward: {self.host.first_failure}; see reward/missing_fraction")
+        group = Group(prompt=episodes[0].prompt, completions=tuple(rewarded), version=episodes[0].version)
+        self.observe([group])
+        return group
 
 
-def _cut(completion: Completion, left: int, tokenizer: Tokenizer) -> Completion:
-    """A turn without the tokens beyond its episode's limit: what a request of this limit alone would have drawn."""
-    if len(completion.token_ids) <= left:
-        return completion
-    return replace(
-        completion,
-        token_ids=completion.token_ids[:left],
-        logprobs=completion.logprobs[:left],
-        filtered_logprobs=None if completion.filtered_logprobs is None else completion.filtered_logprobs[:left],
-        kept=None if completion.kept is None else completion.kept[:left],
-        finish_reason="length",
-        text=tokenizer.decode(completion.token_ids[:left], skip_special_tokens=True),
-    )
+class Answering:
+    """Implements conversation.Dialogue for episodes, of which each is a completion of a request."""
+
+    def __init__(self, sampler: EpisodeSampler, episodes: Sequence[Episode]) -> None:
+        self.max_tokens = sampler.config.max_tokens
+        self._sampler = sampler
+        self._episodes = episodes
+        self._answering: dict[int, Episode] = {}
+
+    def take(self, completion: int, turn: Completion) -> bool:
+        """Read a turn; False if it is not answered."""
+        episode = self._episodes[completion]
+        self._sampler.take(episode, turn)
+        if episode.answering is not None:
+            self._answering[completion] = episode
+        return episode.answering is not None
+
+    def answers(self, *, least: int, wait: bool) -> list[tuple[int, NextTurn | None]]:
+        """The episodes with an answer, each with its next turn; see Dialogue."""
+        if wait:
+            self._sampler.wait_for_any([episode.answering for episode in self._answering.values()])
+        done = [c for c, episode in self._answering.items() if episode.answering is None or episode.answering.done()]
+        if len(done) < least:
+            return []
+        return [(completion, self._next_turn(self._answering.pop(completion))) for completion in done]
+
+    def _next_turn(self, episode: Episode) -> NextTurn | None:
+        self._sampler.read_answer(episode)
+        return NextTurn(id=episode.next_id, added=episode.added[-1]) if episode.stop_reason is None else None

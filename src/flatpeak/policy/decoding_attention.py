@@ -1,19 +1,22 @@
-"""Attention of one new token per slot over the keys of the slot and its prompt, on a CPU and on a GPU.
+"""Attention of new tokens over the keys of their slot and its prompt: one per slot, on a CPU and on a GPU, or several.
 
 On a CPU it consists of batched products. The softmax of a slot runs over the columns of its prompt and its completion,
 so two products first compute the scores of both: one over the keys of completions, and one over the keys of prompts, in
 which all slots of a group are query rows. A slot's result must not depend on the other slots, to the bit
 (docs/engine.md): hence the rules below for the rows and columns of products, and for the order of sums.
 
-On a GPU it is one kernel. A decoding step is captured as a CUDA graph and replayed, so it must not depend on a host
-value that changes from token to token. The kernel reads lengths, prompts and tiles on the device; its tables are
-rewritten only when slots or prompts move, between steps.
+Several tokens of a slot (`Extension`) are one call of torch's attention per slot and layer, on any device.
+
+On a GPU one token per slot is one kernel. A decoding step is captured as a CUDA graph and replayed, so it must not
+depend on a host value that changes from token to token. The kernel reads lengths, prompts and tiles on the device; its
+tables are rewritten only when slots or prompts move, between steps.
 
 R slots being decoded; r query heads per key head (Hkv); W visible columns; A regions of prompts, of C slots each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 
 import torch
@@ -23,6 +26,7 @@ from flatpeak.kernels.block_attention import SUM_COLUMNS, AttentionRule
 from flatpeak.kernels.decode_attention import decode_attention
 from flatpeak.kernels.prompt_tiles import PromptTiles
 from flatpeak.policy.kv_cache import KeyValueCache
+from flatpeak.policy.packing import fill, offsets
 
 LEAST_QUERIES = 4
 """The slots of a prompt are padded to a multiple of this, because products of fewer query rows round differently."""
@@ -129,6 +133,65 @@ class GpuDecodeAttention:
             tiles=self._tiles[slots, repeats],
         )
         return attended[:, None]
+
+
+class Extension:
+    """Several new tokens for some slots of a cache, in one pass; implements AttentionContext with L = T.
+
+    T new tokens, slot by slot. A slot attends by itself, so that its result depends on no other.
+    """
+
+    def __init__(
+        self, cache: KeyValueCache, slots: Sequence[int], kept: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> None:
+        """Append tokens to these slots after the first kept[k] tokens of each."""
+        self.calls: list[int] = []
+        self._cache, self._slots = cache, slots
+        self._counts = [len(token_ids) for token_ids in tokens]
+        self._lengths = [before + count for before, count in zip(kept, self._counts, strict=True)]
+        cache.reach(cache.num_slots, max(self._lengths))
+        cache.set_lengths(slots, self._lengths)
+        device = cache.lengths_S.device
+        slots_K, counts_K = torch.tensor(slots, device=device), torch.tensor(self._counts, device=device)
+        self._entries = cache.prompt_S.index_select(0, slots_K).tolist()
+        self._prompt_lengths = cache.prompts.lengths_A[self._entries].tolist()
+        within_T = offsets(counts_K)
+        self._columns_T = torch.repeat_interleave(torch.tensor(kept, device=device), counts_K) + within_T
+        self._slot_T = torch.repeat_interleave(slots_K, counts_K)
+        before_T = torch.repeat_interleave(torch.tensor(self._prompt_lengths, device=device), counts_K)
+        self.tokens_T = fill(torch.tensor([token for token_ids in tokens for token in token_ids], device=device))
+        """int64: the new tokens, filled up."""
+        self.positions_T = fill(before_T + self._columns_T)
+        """int64: their positions, filled up."""
+        self.last_K = counts_K.cumsum(0) - 1
+        """int64 [K]: the last new token of each slot."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+        """Store the keys and values of the new tokens, and attend over all; see AttentionContext."""
+        self.calls.append(layer)
+        for memory, new in zip(self._cache.layers[layer], (key, value), strict=True):
+            memory[self._slot_T, :, self._columns_T] = new[0, :, : len(self._slot_T)].transpose(0, 1)
+        attended = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+        first = 0
+        for k, count in enumerate(self._counts):
+            keys, values = self._visible(layer, k)
+            distance = torch.arange(count, device=query.device)[:, None] + (keys.shape[2] - count)
+            distance = distance - torch.arange(keys.shape[2], device=query.device)
+            mask = (distance >= 0) if rule.window is None else (distance >= 0) & (distance < rule.window)
+            own = rule(query[:, :, first : first + count], keys, values, mask)
+            attended[:, first : first + count] = own.transpose(1, 2)
+            first += count
+        return attended
+
+    def _visible(self, layer: int, k: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, Hkv, K, D] of the prompt and the completion of the k-th slot."""
+        columns, index = self._cache.prompts.region_of(self._entries[k])
+        pairs = zip(self._cache.prompts.bucket(layer, columns), self._cache.layers[layer], strict=True)
+        keys, values = (
+            torch.cat([prompts[index, :, : self._prompt_lengths[k]], own[self._slots[k], :, : self._lengths[k]]], 1)
+            for prompts, own in pairs
+        )
+        return keys[None], values[None]
 
 
 def _by_region_size(cache: KeyValueCache, batch_size: int) -> list[SharedPrompts]:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -43,11 +43,6 @@ Region = tuple[int, int]
 """The columns of a region, and its index among regions of that size."""
 SMALLEST_GPU_REGION = 256
 """Columns of the smallest region on a GPU."""
-KEY_MULTIPLE = 16
-"""On a CPU keys are padded to a multiple of this, so that the order of a slot's sums does not depend on the lengths of
-other slots."""
-SMALLEST_PRODUCT = 400
-"""torch computes matrix products with fewer multiplications by different code, which rounds differently."""
 GPU_KEY_MULTIPLE = 64
 """On a GPU the kernel needs keys padded to a multiple of this."""
 
@@ -146,12 +141,18 @@ class KeyValueCache:
         slots_K, entries_K = self._index(slots), self._index(entries)
         prompt_lengths_K = self.prompts.lengths_A.index_select(0, entries_K)
         self.prompt_S.index_copy_(0, slots_K, entries_K)
-        self.positions_S.index_copy_(0, slots_K, prompt_lengths_K)
         self.limits_S.index_copy_(0, slots_K, prompt_lengths_K + self.new_tokens - 1)
-        self.lengths_S.index_fill_(0, slots_K, 0)
-        for slot in slots:
-            self._starts[slot] = -self._decoded
+        self.set_lengths(slots, [0] * len(slots))
         self._attention.rearranged(self)
+
+    def set_lengths(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Keep this many tokens of these slots' completions; the next token follows them."""
+        slots_K, lengths_K = self._index(slots), self._index(lengths)
+        prompt_lengths_K = self.prompts.lengths_A.index_select(0, self.prompt_S.index_select(0, slots_K))
+        self.positions_S.index_copy_(0, slots_K, prompt_lengths_K + lengths_K)
+        self.lengths_S.index_copy_(0, slots_K, lengths_K)
+        for slot, length in zip(slots, lengths, strict=True):
+            self._starts[slot] = length - self._decoded
 
     def compact(
         self,
@@ -176,11 +177,15 @@ class KeyValueCache:
         self.calls = []
         self._columns = {}
         # The host counts lengths too: reading them from a tensor would wait for the device.
-        longest = max(self._starts[:batch_size]) + self._decoded + 1
-        width = min(round_up(longest, self.key_multiple), self.columns)
+        width = self.reach(batch_size, max(self._starts[:batch_size]) + self._decoded + 1)
+        self._attention.begin(self, batch_size, width)
+
+    def reach(self, batch_size: int, length: int) -> int:
+        """The columns to read where the longest completion of the first slots has this length; they are finite."""
+        width = min(round_up(length, self.key_multiple), self.columns)
         if width > self._cleared:
             self._clear(batch_size, width)
-        self._attention.begin(self, batch_size, width)
+        return width
 
     def end_token(self, batch_size: int) -> None:
         """Count the token that every layer has stored.
@@ -389,11 +394,3 @@ def graded_buckets(lengths: Sequence[int], entries: int) -> dict[int, int]:
 def round_up(length: int, multiple: int) -> int:
     """The smallest multiple that is at least `length`."""
     return -(-length // multiple) * multiple
-
-
-def key_multiple(config: Any) -> int:
-    """A multiple for the number of keys, large enough that torch uses the same code for all products of a head."""
-    heads: int = config.num_attention_heads
-    dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-    per_key: int = dim * heads // (getattr(config, "num_key_value_heads", None) or heads)
-    return KEY_MULTIPLE * -(-SMALLEST_PRODUCT // (KEY_MULTIPLE * per_key))

@@ -16,9 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flatpeak.errors import UserError
 from flatpeak.kernels.native.decode import NativeCache, PackedModel
 from flatpeak.policy.compatibility import probe, unsupported
-from flatpeak.policy.decoding_attention import CpuDecodeAttention, GpuDecodeAttention
+from flatpeak.policy.decoding_attention import CpuDecodeAttention, Extension, GpuDecodeAttention
 from flatpeak.policy.gpu_decoding import FusedDecoding, fused_decoding
-from flatpeak.policy.kv_cache import GPU_KEY_MULTIPLE, KeyValueCache, fitting_buckets, graded_buckets, key_multiple
+from flatpeak.policy.kv_cache import GPU_KEY_MULTIPLE, KeyValueCache, fitting_buckets, graded_buckets
 from flatpeak.policy.linears import make_fast, packed_weights, read_head
 from flatpeak.policy.model_settings import (
     ModelSettings,
@@ -32,7 +32,7 @@ from flatpeak.policy.model_settings import (
 from flatpeak.policy.native_decoding import KernelChoice
 from flatpeak.policy.native_training import make_native
 from flatpeak.policy.outputs import PackedOutputs, PaddedOutputs, padded_outputs
-from flatpeak.policy.packing import ROW_MULTIPLE, PackedRow, fill, pack_batch, pack_prompts
+from flatpeak.policy.packing import ROW_MULTIPLE, PackedRow, fill, key_multiple, pack_batch, pack_prompts
 from flatpeak.policy.precision import below_float32, master_weight
 from flatpeak.policy.training_attention import ATTENTION_NAME, PackedContext, last_hidden, register_attention
 from flatpeak.protocols import Tokenizer
@@ -42,6 +42,7 @@ from flatpeak.utils.host_memory import HostMemory, OffloadedWeights
 from flatpeak.utils.huggingface import named_weights, no_progress_bar, save_model, save_tokenizer
 
 R = TypeVar("R")
+Cache = KeyValueCache | NativeCache
 
 
 class Policy:
@@ -270,9 +271,7 @@ class Policy:
         sizes = [1, 2, 4, 8, *range(16, slots + 16, 16)]
         return sizes[: 1 + next(index for index, size in enumerate(sizes) if size >= slots)]
 
-    def open(
-        self, *, slots: int, entries: int, prompt_lengths: Sequence[int], new_tokens: int
-    ) -> KeyValueCache | NativeCache:
+    def open(self, *, slots: int, entries: int, prompt_lengths: Sequence[int], new_tokens: int) -> Cache:
         """Memory for a request; see protocols.Decoder. On a GPU it is kept and only grows: graphs refer to it."""
         if self._packed is not None:
             longest = max(prompt_lengths)
@@ -295,9 +294,7 @@ class Policy:
         cache.restart(new_tokens=new_tokens)
         return cache
 
-    def prefill(
-        self, state: KeyValueCache | NativeCache, prompts: Sequence[Sequence[int]], entries: Sequence[int]
-    ) -> Tensor:
+    def prefill(self, state: Cache, prompts: Sequence[Sequence[int]], entries: Sequence[int]) -> Tensor:
         """Read prompts into these entries of the cache; see protocols.Decoder."""
         if isinstance(state, NativeCache):
             return state.prefill(prompts, entries)
@@ -308,7 +305,18 @@ class Policy:
         state.store(entries, context)
         return self.head.logits(fill(hidden_PD))[: len(prompts)]
 
-    def decode(self, state: KeyValueCache | NativeCache, tokens_R: Tensor) -> Tensor:
+    def extend(
+        self, state: Cache, slots: Sequence[int], kept: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """Append several tokens to completions; see protocols.Decoder."""
+        if isinstance(state, NativeCache):
+            return state.extend(slots, kept, tokens)
+        self._evaluate()
+        extension = Extension(state, slots, kept, tokens)
+        hidden_TD = last_hidden(self.trunk, extension.tokens_T[None], extension.positions_T[None], extension)[0]
+        return self.head.logits(fill(hidden_TD.index_select(0, extension.last_K)))[: len(slots)]
+
+    def decode(self, state: Cache, tokens_R: Tensor) -> Tensor:
         """Append a token to each of the first R slots; see protocols.Decoder."""
         if isinstance(state, NativeCache):
             return state.decode(tokens_R)

@@ -28,6 +28,11 @@ from flatpeak.types import PackedCompletions
 
 ROW_MULTIPLE = 4
 """Matrix products give a row the same bits for any values of the other rows only if rows are a multiple of four."""
+KEY_MULTIPLE = 16
+"""On a CPU keys are padded to a multiple of this, so that the order of a slot's sums does not depend on the lengths of
+other slots."""
+SMALLEST_PRODUCT = 400
+"""torch computes matrix products with fewer multiplications by different code, which rounds differently."""
 BATCH_MULTIPLE = 64
 """Training rows are padded to few different lengths, because oneDNN compiles and keeps a kernel per length."""
 SIMILAR = 64
@@ -252,6 +257,14 @@ def fill(rows: Tensor, multiple: int = ROW_MULTIPLE) -> Tensor:
     """
     missing = -len(rows) % multiple
     return torch.cat([rows, rows[:1].expand(missing, *rows.shape[1:])]) if missing else rows
+
+
+def key_multiple(config: Any) -> int:
+    """A multiple for the number of keys, large enough that torch uses the same code for all products of a head."""
+    heads: int = config.num_attention_heads
+    dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    per_key: int = dim * heads // (getattr(config, "num_key_value_heads", None) or heads)
+    return KEY_MULTIPLE * -(-SMALLEST_PRODUCT // (KEY_MULTIPLE * per_key))
 
 
 def by_length(lengths: Sequence[int], *, similar: bool = True) -> list[list[int]]:

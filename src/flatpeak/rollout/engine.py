@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch import Tensor
 
 from flatpeak.errors import StoppedError
 from flatpeak.protocols import Sampler
+from flatpeak.rollout.conversation import Conversation, Dialogue
+from flatpeak.rollout.engine_request import Request
 from flatpeak.rollout.randomness import completion_keys
-from flatpeak.rollout.scheduler import Admission, Schedule, longest_first
+from flatpeak.rollout.scheduler import Schedule, longest_first
 from flatpeak.rollout.slots import MAX_ROWS, CompletionBuffer, DecodeSlots, check_request
 from flatpeak.rollout.stopping import StopStrings
 from flatpeak.types import Group, Prompt, SamplingParams
-from flatpeak.utils.buckets import in_buckets
 from flatpeak.utils.out_of_memory import Halvings, MemoryBound
 
 if TYPE_CHECKING:
@@ -84,37 +83,71 @@ class NativeEngine(Sampler):
         for attempt in self._rows.attempts(lambda rows: -(-len(left) * group_size // rows), again=self._free_slots):
             with attempt:
                 indices = list(left)
-                for p, group in self._draw(list(left.values()), group_size=group_size, sampling=sampling, seed=seed):
+                drawn = self._draw(list(left.values()), group_size=group_size, sampling=sampling, seed=seed)
+                for p, request in drawn:
+                    group = request.group(p)
+                    self.observe([group])
                     del left[indices[p]]
                     yield indices[p], group
+
+    def converse(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        group_size: int,
+        sampling: SamplingParams,
+        seed: int,
+        dialogue: Dialogue,
+    ) -> Iterator[int]:
+        """Draw completions of several turns in one request; see protocols.Sampler. It ends early if memory runs out.
+
+        `sampling.max_new_tokens` bounds all tokens after a prompt.
+        """
+        check_request(prompts, group_size, sampling, self._rows.value)
+        parts = len(prompts) * group_size
+        for number, attempt in enumerate(self._rows.attempts(lambda rows: -(-parts // rows), again=self._free_slots)):
+            if number:
+                return
+            with attempt:
+                for p, _ in self._draw(prompts, group_size=group_size, sampling=sampling, seed=seed, dialogue=dialogue):
+                    yield p
 
     def _free_slots(self) -> None:
         self._kept_slots = None
 
     def _draw(
-        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingParams, seed: int
-    ) -> Iterator[tuple[int, Group]]:
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        group_size: int,
+        sampling: SamplingParams,
+        seed: int,
+        dialogue: Dialogue | None = None,
+    ) -> Iterator[tuple[int, Request]]:
+        """The prompts whose groups are complete, each with the request that holds the group."""
         if not prompts:
             return
         with self._decoding():
             schedule = self._plan(prompts, group_size=group_size)
             decode_slots = self._open(prompts, schedule, group_size=group_size, sampling=sampling, seed=seed)
             limit = self._prefill_tokens
-            request = _Request(
-                decoder=self._decoder,
-                prompts=prompts,
-                slots=decode_slots,
-                schedule=schedule,
-                group_size=group_size,
-                prefill_tokens=min(limit, getattr(decode_slots.cache, "prefill_tokens", limit)),
+            arguments: dict[str, Any] = {
+                "decoder": self._decoder,
+                "prompts": prompts,
+                "slots": decode_slots,
+                "schedule": schedule,
+                "group_size": group_size,
+                "prefill_tokens": min(limit, getattr(decode_slots.cache, "prefill_tokens", limit)),
+            }
+            request = (
+                Request(**arguments) if dialogue is None else Conversation(**arguments, dialogue=dialogue, seed=seed)
             )
             try:
                 while not request.done:
                     if self._stopping():
                         raise StoppedError("a signal asked to stop while completions were sampled")
-                    for p, group in request.advance(self._read_every):
-                        self.observe([group])
-                        yield p, group
+                    for p in request.advance(self._read_every):
+                        yield p, request
             finally:
                 if self._kept_slots is not decode_slots:
                     decode_slots.close()
@@ -198,90 +231,3 @@ class NativeEngine(Sampler):
         )
         self._kept_slots = decode_slots if self._device.type == "cuda" else None
         return decode_slots
-
-
-@dataclass(kw_only=True)
-class _Request:
-    """A call of the engine, from reading the first prompt to completing the last group."""
-
-    decoder: Decoder
-    prompts: Sequence[Prompt]
-    slots: DecodeSlots
-    schedule: Schedule
-    group_size: int
-    prefill_tokens: int
-    first_logits: dict[int, Tensor] = field(default_factory=dict)
-    """The logits after each prompt that was read, until its last completion starts."""
-
-    @property
-    def done(self) -> bool:
-        """Whether every group is complete."""
-        return self.schedule.done
-
-    @torch.inference_mode()
-    def advance(self, num_tokens: int) -> list[tuple[int, Group]]:
-        """Sample `num_tokens` tokens for each completion in a slot; return the groups that this completes."""
-        while admission := self.schedule.admit():
-            self._begin(admission)
-            complete = self._collect()
-            if complete:
-                return complete
-        for _ in range(num_tokens):
-            self.slots.step(self.schedule.batch_size)
-        return self._collect()
-
-    def _begin(self, admission: Admission) -> None:
-        """Read new prompts, put completions into slots, and sample their first tokens, one batch of prompts at a
-        time."""
-        cache = self.slots.cache
-        completions_of: dict[int, list[int]] = {}
-        for k, completion in enumerate(admission.completions):
-            completions_of.setdefault(completion // self.group_size, []).append(k)
-        self._draw_first(admission, {p: ks for p, ks in completions_of.items() if p not in admission.new_prompts})
-        # Read prompts of similar lengths together.
-        new_prompts = sorted(admission.new_prompts, key=lambda p: -self._length(p))
-        for read in in_buckets(new_prompts, self._length, most=self.prefill_tokens):
-            token_ids = [self.prompts[p].token_ids for p in read]
-            logits_PV = self.decoder.prefill(cache, token_ids, [admission.new_prompts[p] for p in read])
-            self.first_logits |= dict(zip(read, logits_PV, strict=True))
-            self._draw_first(admission, {p: completions_of[p] for p in read})
-
-    def _length(self, p: int) -> int:
-        return len(self.prompts[p].token_ids)
-
-    def _draw_first(self, admission: Admission, completions_of: dict[int, list[int]]) -> None:
-        """Start completions of these prompts, which have been read; the dict has their positions in the admission."""
-        if not completions_of:
-            return
-        chosen = [k for ks in completions_of.values() for k in ks]
-        slots, entries, completions = (
-            [each[k] for k in chosen] for each in (admission.slots, admission.entries, admission.completions)
-        )
-        self.slots.cache.admit(slots, entries)
-        rows = [row for row, ks in enumerate(completions_of.values()) for _ in ks]
-        logits_KV = torch.stack([self.first_logits[p] for p in completions_of])[rows]
-        self.slots.begin(slots, completions, logits_KV)
-        for p in completions_of:
-            if (p + 1) * self.group_size - 1 in admission.completions:  # the last of its group
-                del self.first_logits[p]
-
-    def _collect(self) -> list[tuple[int, Group]]:
-        """Free the slots of ended completions; return the complete groups."""
-        schedule, decode_slots = self.schedule, self.slots
-        decode_slots.buffer.end_at_stop_strings(list(schedule.completion_in.values()))
-        ended = decode_slots.buffer.ended_N.tolist()
-        slots = [slot for slot, completion in schedule.completion_in.items() if ended[completion]]
-        if not slots:
-            return []
-        decode_slots.vacate(slots)
-        complete = schedule.end(slots)
-        compaction = schedule.compact()
-        if compaction is not None:
-            decode_slots.cache.compact(compaction.slots, compaction.entries, compaction.idle)
-            decode_slots.move(*compaction.slots)
-            decode_slots.vacate(compaction.idle)
-        return [(p, self._group(p)) for p in complete]
-
-    def _group(self, p: int) -> Group:
-        indices = range(p * self.group_size, (p + 1) * self.group_size)
-        return Group(prompt=self.prompts[p], completions=tuple(self.slots.buffer.completions(indices)))

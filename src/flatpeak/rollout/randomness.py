@@ -50,6 +50,11 @@ def completion_keys(seed: int, prompt_ids: Sequence[str], group_size: int) -> Te
     return _mix(bases_P[:, None] + index_G * _GOLDEN).flatten()
 
 
+def keys_from(keys_N: Tensor, positions_N: Tensor) -> Tensor:
+    """int64 [N]: keys whose numbers from these positions on are those of `keys_N` from position 0 on."""
+    return keys_N - positions_N * _GOLDEN
+
+
 def uniforms(keys_R: Tensor, positions_R: Tensor | int) -> Tensor:
     """float64 [R] in [0, 1), multiples of 2^-53: each completion's number at its token position (int64, from 0)."""
     bits_R = _mix(keys_R + (torch.as_tensor(positions_R) + 1) * _GOLDEN)

@@ -8,17 +8,17 @@ completions are read between steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from flatpeak.errors import DIVERGED, DivergedError, UserError
-from flatpeak.functional.kept_tokens import TokenSet, list_sets
+from flatpeak.functional.kept_tokens import ALL_BUT, TokenSet, list_sets
 from flatpeak.protocols import Decoder
 from flatpeak.rollout.cuda_graphs import GraphedStep
-from flatpeak.rollout.randomness import uniforms
+from flatpeak.rollout.randomness import keys_from, uniforms
 from flatpeak.rollout.sampling import draw
 from flatpeak.rollout.stopping import StopStrings, is_end_of_sequence
 from flatpeak.types import Completion, Prompt, SamplingParams
@@ -66,7 +66,8 @@ class CompletionBuffer:
         """bool [N + 1]: whether the completion ended, by an end-of-sequence token, a stop string or the cap."""
         self._stopped_N = torch.zeros_like(self.ended_N)  # ended before the cap
         self._ends_V: Tensor | None = None
-        self._histories: list[list[int]] = [[] for _ in range(self.count)]  # filled only with stop strings
+        self._histories: list[list[int]] = [[] for _ in range(self.count)]  # of the turn; filled only with stop strings
+        self._begins = [0] * self.count  # the first token of each completion's turn
 
     @property
     def step_state(self) -> list[Tensor]:
@@ -101,7 +102,24 @@ class CompletionBuffer:
         for tensor in self.step_state:
             tensor.zero_()
         self._histories = [[] for _ in range(self.count)]
+        self._begins = [0] * self.count
         self._kept = [[] for _ in range(self.count + 1)]
+
+    def resume(self, completions: Sequence[int], added: Sequence[Sequence[int]], keys: Tensor) -> None:
+        """Begin another turn of these completions after tokens that were added; `keys`: the turns' random keys."""
+        index = torch.tensor(completions, device=self.lengths_N.device)
+        ends = self.lengths_N.index_select(0, index).tolist()
+        begins = torch.tensor([end + len(tokens) for end, tokens in zip(ends, added, strict=True)])
+        for completion, end, begin, tokens in zip(completions, ends, begins.tolist(), added, strict=True):
+            self._tokens_NT[completion, end:begin] = torch.tensor(tokens, device=index.device)
+            self._histories[completion] = []
+            self._begins[completion] = begin
+            if self._filtered_NT is not None:
+                self._kept[completion][end:] = [(ALL_BUT,)] * len(tokens)
+        self._keys_N[index] = keys_from(keys, begins).to(index.device)
+        self.lengths_N[index] = begins.to(index.device)
+        self.ended_N[index] = False
+        self._stopped_N[index] = False
 
     def draw(self, logits_RV: Tensor, completion_R: Tensor) -> Tensor:
         """Sample and record the next token of these completions (int64 [R], not ended; the dummy may repeat).
@@ -139,37 +157,50 @@ class CompletionBuffer:
         if self._stop_strings is None or not completions:
             return
         lengths = self.lengths_N[: self.count].tolist()
-        seen = [len(self._histories[completion]) for completion in completions]
+        seen = [self._begins[completion] + len(self._histories[completion]) for completion in completions]
         first, last = min(seen), max(lengths[completion] for completion in completions)
         new_KB = self._tokens_NT[list(completions), first:last].tolist()
         ended: dict[int, int] = {}
         for completion, start, new in zip(completions, seen, new_KB, strict=True):
             history = self._histories[completion]
             history.extend(new[start - first : lengths[completion] - first])
-            candidates = range(max(start, self._sampling.min_new_tokens - 1), lengths[completion])
+            begin = self._begins[completion]
+            candidates = range(max(start, self._sampling.min_new_tokens - 1) - begin, lengths[completion] - begin)
             position = self._stop_strings.first_completed(history, candidates)
             if position is not None:
-                ended[completion] = position + 1
-        if ended:
-            index = torch.tensor(list(ended), device=self.lengths_N.device)
-            self.lengths_N[index] = torch.tensor(list(ended.values()), device=index.device)
+                ended[completion] = begin + position + 1
+        self._end(ended, stopped=True)
+
+    def end_long_turns(self, completions: Sequence[int], most: int) -> None:
+        """End those completions whose turn has reached this many tokens, and cut it where it has more."""
+        lengths, stopped = self.lengths_N.tolist(), self._stopped_N.tolist()
+        lasts = {completion: self._begins[completion] + most for completion in completions}
+        reached = {c: last for c, last in lasts.items() if lengths[c] >= last + stopped[c]}
+        self._end(reached, stopped=False)
+
+    def _end(self, lengths: Mapping[int, int], *, stopped: bool) -> None:
+        """End these completions at these lengths."""
+        if lengths:
+            index = torch.tensor(list(lengths), device=self.lengths_N.device)
+            self.lengths_N[index] = torch.tensor(list(lengths.values()), device=index.device)
             self.ended_N[index] = True
-            self._stopped_N[index] = True
+            self._stopped_N[index] = stopped
 
     def completions(self, indices: Sequence[int]) -> list[Completion]:
-        """Read these completions, which must all have ended, in this order."""
+        """Read the last turns of these completions, which must all have ended, in this order."""
         index = torch.tensor(indices, device=self.lengths_N.device)
-        lengths = self.lengths_N.index_select(0, index).tolist()
+        ends = self.lengths_N.index_select(0, index).tolist()
+        turns = [slice(self._begins[completion], end) for completion, end in zip(indices, ends, strict=True)]
         stopped = self._stopped_N.index_select(0, index).tolist()
-        used = max(lengths)
+        used = max(ends)
         logprobs_KT = self._logprobs_NT.index_select(0, index)[:, :used]
         if not bool(torch.isfinite(logprobs_KT).all()):
             raise DivergedError(
                 f"the model's logits are NaN or infinite: its weights have diverged or are damaged; {DIVERGED}"
             )
-        tokens = _cut(self._tokens_NT.index_select(0, index)[:, :used], lengths)
-        logprobs = _cut(logprobs_KT, lengths)
-        filtered = None if self._filtered_NT is None else _cut(self._filtered_NT.index_select(0, index), lengths)
+        tokens = _cut(self._tokens_NT.index_select(0, index)[:, :used], turns)
+        logprobs = _cut(logprobs_KT, turns)
+        filtered = None if self._filtered_NT is None else _cut(self._filtered_NT.index_select(0, index), turns)
         texts = self._tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return [
             Completion(
@@ -178,7 +209,7 @@ class CompletionBuffer:
                 finish_reason="stop" if stopped[k] else "length",
                 text=texts[k],
                 filtered_logprobs=None if filtered is None else tuple(filtered[k]),
-                kept=None if filtered is None else tuple(self._kept[completion][: lengths[k]]),
+                kept=None if filtered is None else tuple(self._kept[completion][turns[k]]),
             )
             for k, completion in enumerate(indices)
         ]
@@ -193,8 +224,8 @@ class CompletionBuffer:
         return self._ends_V & (drawn_R < self._sampling.min_new_tokens)[:, None]
 
 
-def _cut(values_KT: Tensor, lengths: Sequence[int]) -> list[list]:  # type: ignore[type-arg]
-    return [row[:length] for row, length in zip(values_KT.tolist(), lengths, strict=True)]
+def _cut(values_KT: Tensor, turns: Sequence[slice]) -> list[list]:  # type: ignore[type-arg]
+    return [row[turn] for row, turn in zip(values_KT.tolist(), turns, strict=True)]
 
 
 class DecodeSlots:
@@ -253,8 +284,10 @@ class DecodeSlots:
             self._draw(self._logits_SV[:batch_size])
 
     def vacate(self, slots: Sequence[int]) -> None:
-        """Assign these slots to the dummy completion."""
+        """Assign these slots to the dummy completion; where the cache can, they are decoded no more."""
         self._completion_S[self._index(slots)] = self._dummy
+        if (skip := getattr(self.cache, "skip", None)) is not None:
+            skip(slots)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Move completions to other slots."""

@@ -19,11 +19,11 @@ from flatpeak.apps.planning.workload import Request, Workload
 from flatpeak.config.run_config import RunConfig
 from flatpeak.kernels.matmul import SMALLEST, onednn_is_faster
 from flatpeak.policy.gpu_decoding import KINDS
-from flatpeak.policy.kv_cache import GPU_KEY_MULTIPLE, fitting_buckets, graded_buckets, key_multiple, round_up
+from flatpeak.policy.kv_cache import GPU_KEY_MULTIPLE, fitting_buckets, graded_buckets, round_up
 from flatpeak.policy.linears import TOGETHER
 from flatpeak.policy.native_decoding import SETTING, TORCH
 from flatpeak.policy.native_weights import SERVED
-from flatpeak.policy.packing import ROW_MULTIPLE
+from flatpeak.policy.packing import ROW_MULTIPLE, key_multiple
 from flatpeak.rollout.config import VLLMConfig
 from flatpeak.training.master_weights import FLOAT32
 from flatpeak.utils.adapter_base import is_of_adapter

@@ -160,6 +160,7 @@ class NativeCache:
         self._rows[:, _OUTPUT] = torch.arange(slots)
         self._rows[:, _OWN] = self._own.data_ptr() + torch.arange(slots) * self._own.stride(0) * 4
         self._rows[:, _OWN_CAPACITY] = new_tokens
+        self._skipped = torch.zeros(slots, dtype=torch.bool)
         self._order: Tensor | None = None  # of the slots being decoded, grouped by prompt
 
     def prefill(self, prompts: Sequence[Sequence[int]], entries: Sequence[int]) -> Tensor:
@@ -187,8 +188,28 @@ class NativeCache:
         torch.minimum(rows[:, _OWN_LENGTH] + 1, rows[:, _OWN_CAPACITY], out=rows[:, _OWN_LENGTH])
         if self._order is None:
             prompts, slots = rows[:, _SHARED].sort(stable=True)
-            self._order = slots[prompts != 0]
+            self._order = slots[(prompts != 0) & ~self._skipped[slots]]
         return self._model.forward(rows, self._order, len(rows))
+
+    def extend(self, slots: Sequence[int], kept: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Append tokens to these slots after the first kept[k] tokens of each; return the logits after them, float32
+        [K, V]."""
+        pieces = []
+        for index, (slot, before, token_ids) in enumerate(zip(slots, kept, tokens, strict=True)):
+            piece = self._rows[slot].repeat(len(token_ids), 1)
+            piece[:, _TOKEN], piece[:, _OUTPUT] = torch.tensor(token_ids), -1
+            piece[:, _OWN_LENGTH] = torch.arange(before + 1, before + 1 + len(token_ids))
+            piece[-1, _OUTPUT] = index
+            self._rows[slot, _OWN_LENGTH] = before + len(token_ids)
+            pieces.append(piece)
+        rows = torch.cat(pieces)
+        self._model.check(rows[:, _TOKEN])
+        self._skipped[list(slots)], self._order = False, None
+        return self._model.forward(rows, torch.arange(len(rows)), len(slots))
+
+    def skip(self, slots: Sequence[int]) -> None:
+        """Decode these slots no more until they are admitted or extended."""
+        self._skipped[list(slots)], self._order = True, None
 
     def drawing(self, buffer: Any) -> Callable[[Tensor, Tensor], Tensor]:
         """Sample a CompletionBuffer's tokens by these kernels, or by the buffer's code if it filters or is greedy."""
@@ -215,7 +236,7 @@ class NativeCache:
         index = torch.tensor(slots)
         self._rows[index, _SHARED:_OWN] = torch.tensor(prompts)
         self._rows[index, _OWN_LENGTH] = 0
-        self._order = None
+        self._skipped[index], self._order = False, None
 
     def compact(
         self,
@@ -226,7 +247,8 @@ class NativeCache:
         """Move completions and prompts from sources to targets, by address; the idle slots are not decoded."""
         sources, targets = map(list, slots)
         prompts = self._rows[sources, _SHARED]
-        self._rows[[*targets, *sources]] = self._rows[[*sources, *targets]]
+        for of_slots in (self._rows, self._skipped):
+            of_slots[[*targets, *sources]] = of_slots[[*sources, *targets]]
         self._rows[:, _OUTPUT] = torch.arange(len(self._rows))
         self._rows[[*sources, *idle], _SHARED] = 0
         self._rows[targets, _SHARED] = prompts
