@@ -33,6 +33,15 @@ def test_a_dry_run_prints_every_step_and_run_and_makes_nothing(tmp_path: Path) -
     assert not (tmp_path / "sweeps").exists()
 
 
+def test_an_arm_is_run_alone_and_one_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    path = write_sweep(tmp_path, arms={"none": {}, "kl": {"settings": {"kl.coefficient": 0.1}}}, seeds=[1, 2])
+    rows = json.loads(invoke(path, "--dry-run", "--json", "--arm", "kl", "seeds=2").output)
+    assert rows == [{"run": "kl/seed-2", "arm": "kl", "seed": 2}]
+    error = invoke(path, "--arm", "kll").exception
+    assert isinstance(error, UserError)
+    assert str(error) == "--arm kll: the sweep has no such arm, did you mean 'kl'?; its arms are none, kl"
+
+
 def test_a_bad_sweep_is_refused_before_torch_is_needed(tmp_path: Path) -> None:
     path = write_sweep(tmp_path, arms={"a": {"settings": {"optimizer.lerning_rate": 1}}})
     error = invoke(path).exception

@@ -185,6 +185,9 @@ def sweep(
         int | None, typer.Option(min=1, help="Worker processes. Default: one per visible GPU, else by the cores.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the sweep, print its runs, and stop.")] = False,
+    arms: Annotated[
+        list[str] | None, typer.Option("--arm", metavar="NAME", help="Run this arm alone; repeat it for more.")
+    ] = None,
     skip_failed: Annotated[bool, typer.Option("--skip-failed", help="Do not repeat failed runs.")] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Delete and rerun the runs whose settings have changed.")
@@ -192,10 +195,11 @@ def sweep(
     as_json: AsJson = False,
 ) -> None:
     """Run arms, axes and seeds in parallel, or continue them, and write one table."""
-    from flatpeak.experiments.config import read_sweep
+    from flatpeak.experiments.config import only_arms, read_sweep
     from flatpeak.experiments.plan import build_plan
 
     config = read_sweep(file, overrides or ())
+    config = only_arms(config, arms) if arms else config
     if dry_run:
         plan = build_plan(config, processes=processes)
         _print_plan(plan, as_json=as_json)

@@ -223,6 +223,15 @@ def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> SweepConfig:
         ) from None
 
 
+def only_arms(config: SweepConfig, names: Sequence[str]) -> SweepConfig:
+    """The sweep with these of its arms alone; UserError for one that it does not have."""
+    for name in names:
+        if name not in config.arms:
+            hint = did_you_mean(name, config.arms)
+            raise UserError(f"--arm {name}: the sweep has no such arm{hint}; its arms are {', '.join(config.arms)}")
+    return config.model_copy(update={"arms": {name: config.arms[name] for name in names}})
+
+
 def _load(path: Path, *, trail: tuple[Path, ...]) -> dict[str, Any]:
     """The content of a sweep file merged over the files that it extends."""
     if not path.is_file():
