@@ -133,6 +133,7 @@ for name, command, title, is_changed_by_settings, short_help in (
     ("sweep", train.sweep, TRAIN, True, "Run arms, axes and seeds in parallel, into one table."),
     ("report", report.report, LOOK, False, "Rebuild report pages; compare runs, or a sweep's arms."),
     ("explain", report.explain, LOOK, False, "Show one group of a step as the algorithm saw it."),
+    ("patterns", report.patterns, LOOK, False, "Show what the reward pays for in any prompt."),
     ("chat", evaluate.chat, LOOK, False, None),
     ("eval", evaluate.evaluate, LOOK, True, None),
     ("grade", evaluate.grade, LOOK, False, "Grade answers against gold answers."),

@@ -110,3 +110,21 @@ def explain(
     console = Console()
     width = console.width if console.is_terminal else UNLIMITED
     Console(width=width).print(render(explain(run, step=step, group=group), width=width))
+
+
+def patterns(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    step: Annotated[int | None, typer.Option(help="Up to this logged step. Default: the newest.")] = None,
+) -> None:
+    """Show what the reward pays for in any prompt: words, phrases and lengths that earn more within their groups."""
+    from rich.console import Console
+
+    from flatpeak.report.patterns import patterns_of, render_patterns
+
+    steps, paid = patterns_of(run, step=step)
+    typer.echo(f"steps {', '.join(map(str, steps))}")
+    if not paid:
+        typer.echo("no pattern of completions pays in many groups")
+        return
+    console = Console()
+    Console(width=console.width if console.is_terminal else UNLIMITED).print(render_patterns(paid))

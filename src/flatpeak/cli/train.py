@@ -36,6 +36,7 @@ from flatpeak.errors import UserError
 if TYPE_CHECKING:
     from flatpeak.config.run_config import RunConfig
     from flatpeak.experiments.plan import SweepPlan
+    from flatpeak.experiments.sweep import SweepResult
     from flatpeak.runs.summary import RunSummary
 
 DEMO = "flatpeak:demo"
@@ -219,6 +220,11 @@ def sweep(
             notice=lambda text: typer.echo(text, err=as_json),
             command=command_line(),
         )
+    _print_sweep(result, as_json=as_json)
+
+
+def _print_sweep(result: SweepResult, *, as_json: bool) -> None:
+    """Print the outcome of a sweep, and exit by its code."""
     if as_json:
         typer.echo(json.dumps(asdict(result), default=str))
     else:

@@ -21,9 +21,10 @@ from flatpeak.errors import UserError
 from flatpeak.functional import completion_weights, importance_ratio, kl_k3
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
+from flatpeak.report.logged_step import logged_step
 from flatpeak.runs.checkpoints import LAST, checkpoint_name
-from flatpeak.runs.directory import RunPaths, run_hint
-from flatpeak.runs.rollout_log import logged_steps, read_rollouts
+from flatpeak.runs.directory import RunPaths
+from flatpeak.runs.rollout_log import read_rollouts
 from flatpeak.training.batch import collate
 from flatpeak.training.learner import score, token_budget
 from flatpeak.training.objective_config import AdvantageConfig
@@ -68,15 +69,8 @@ def explain(run: Path, *, step: int | None = None, group: str | None = None) -> 
     """Read a group from a step's log (by default the group whose rewards differ most) and score it with the run's last
     and first checkpoint. `step` None is the last logged step. UserError if the run, step or group does not exist."""
     paths = RunPaths(run)
-    if not paths.is_run():
-        raise UserError(f"{run} is not a run's directory{run_hint(run)}")
-    steps = logged_steps(paths.rollouts)
-    if not steps:
-        raise UserError(f"{run} has no rollouts: {_reason_for_none(paths)}")
-    step = max(steps) if step is None else step
-    if step not in steps:
-        raise UserError(f"{run} has no rollouts of step {step}: choose one of {', '.join(map(str, steps))}")
-    rows = read_rollouts(steps[step])
+    step, path = logged_step(run, step)
+    rows = read_rollouts(path)
     config = parse_config(load_recipe(paths.config))
     chosen = [row for row in rows if row["group"] == (group or _most_varied_group(rows))]
     if not chosen:
@@ -91,13 +85,6 @@ def explain(run: Path, *, step: int | None = None, group: str | None = None) -> 
     weight_of = {id(row): float(weight) for row, weight in zip(rows, weights, strict=True)}
     completions = _explain_completions(chosen, weight_of, config, paths)
     return Explanation(step=step, config=config, completions=tuple(completions))
-
-
-def _reason_for_none(paths: RunPaths) -> str:
-    """The reason why a run has logged no rollouts, and the fix."""
-    if paths.config.is_file() and not parse_config(load_recipe(paths.config)).run.log_rollouts_every:
-        return "run.log_rollouts_every=0 logs none; raise it"
-    return "no step of RL has been logged yet"
 
 
 def _explain_completions(

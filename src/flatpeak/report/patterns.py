@@ -1,0 +1,185 @@
+"""Patterns that a reward pays for in any prompt: they earn more within their own groups.
+
+A good answer is its prompt's, so its words pay in one group. What pays alike in many groups is a habit: a format that
+the reward wants, or a way around it. Each group compares its completions with the pattern with those without it, so
+that easy prompts do not count for the habits of their answers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any, Final
+
+from rich.table import Table
+from rich.text import Text
+
+from flatpeak.report.logged_step import logged_step
+from flatpeak.runs.directory import RunPaths
+from flatpeak.runs.rollout_log import logged_steps, read_rollouts
+
+Row = dict[str, Any]
+
+LONGEST: Final = 4
+"""Words (characters, in texts without spaces) of the longest pattern."""
+FEWEST_PROMPTS: Final = 5
+LEVEL: Final = 0.05
+ALIKE, MORE = 0.9, 1.25
+"""A pattern of which this share comes with one that pays more in all belongs to it, unless it pays so much more."""
+POOLED: Final = 5
+"""Logged steps whose groups count together, because a rare pattern is in few groups of a step."""
+_LONGER, _CUT, _REPEATS = "longer than its group's median", "cut by a limit", "repeats itself three times"
+_WORDS: Final = re.compile(r"\w+|[^\w\s]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pattern:
+    """A pattern that pays in many groups."""
+
+    name: str
+    share: float
+    """Of the completions of these steps."""
+    share_at_first: float
+    """Of those of the first logged step."""
+    gain: float
+    """The reward with it less the reward without it in the same group, averaged over groups and then over prompts."""
+    error: float
+    """The standard error of this mean."""
+    prompts: int
+    """Those with a group that has completions with and without it."""
+    example: str
+
+
+def paid_patterns(rows: Sequence[Row], first: Sequence[Row], *, most: int = 10) -> list[Pattern]:
+    """The patterns that pay in the groups of these rows beyond chance, by what they pay in all.
+
+    `first`: the rows of the first logged step. Chance: one-sided t tests over prompts, p below 0.05 after Bonferroni.
+    """
+    rows = [row for row in rows if row["reward"] is not None]
+    by_characters = sum(" " in row["text"].strip() for row in rows) * 2 < len(rows)
+    having = _having(rows, by_characters=by_characters)
+    at_first = _having(first, by_characters=by_characters)
+    tried = {
+        name: gains
+        for name, members in having.items()
+        if len(members) >= FEWEST_PROMPTS and len(gains := _gains(rows, members)) >= FEWEST_PROMPTS
+    }
+    means = {name: fmean(gains) for name, gains in tried.items() if _chance(gains) * len(tried) < LEVEL}
+    chosen: list[str] = []
+    for name in sorted(means, key=lambda name: (-round(means[name] * len(having[name]), 6), -len(name))):
+        if not any(_is_of(name, other, having=having, means=means) for other in chosen):
+            chosen.append(name)
+    return [
+        Pattern(
+            name=name,
+            share=len(having[name]) / len(rows),
+            share_at_first=len(at_first.get(name, ())) / max(1, len(first)),
+            gain=means[name],
+            error=_error(tried[name]),
+            prompts=len(tried[name]),
+            example=max((rows[index] for index in having[name]), key=lambda row: row["reward"])["text"],
+        )
+        for name in chosen[:most]
+    ]
+
+
+def _having(rows: Sequence[Row], *, by_characters: bool) -> dict[str, set[int]]:
+    """By pattern, the indices of the rows that have it."""
+    lengths: dict[tuple[int, str], list[int]] = {}
+    for row in rows:
+        lengths.setdefault(_group(row), []).append(len(row["token_ids"]))
+    having: dict[str, set[int]] = {}
+    for index, row in enumerate(rows):
+        pieces = list(row["text"].strip()) if by_characters else _WORDS.findall(row["text"])
+        names = set(_runs_of(pieces, "" if by_characters else " "))
+        if len(row["token_ids"]) > median(lengths[_group(row)]):
+            names.add(_LONGER)
+        if row["finish_reason"] == "length":
+            names.add(_CUT)
+        triples = [tuple(pieces[at : at + 3]) for at in range(0 if by_characters else len(pieces) - 2)]
+        if len(triples) - len(set(triples)) >= 2:
+            names.add(_REPEATS)
+        for name in names:
+            having.setdefault(name, set()).add(index)
+    return having
+
+
+def _runs_of(pieces: Sequence[str], joint: str) -> Iterator[str]:
+    """Every run of up to LONGEST pieces, in quotes."""
+    for length in range(1, LONGEST + 1):
+        for at in range(len(pieces) - length + 1):
+            yield f"'{joint.join(pieces[at : at + length])}'"
+
+
+def _gains(rows: Sequence[Row], members: set[int]) -> list[float]:
+    """For each prompt, the mean reward with a pattern less that without it, averaged over groups that have both."""
+    rewards: dict[tuple[int, str], tuple[list[float], list[float]]] = {}
+    prompts: dict[tuple[int, str], str] = {}
+    touched = {_group(rows[index]) for index in members}
+    for index, row in enumerate(rows):
+        if _group(row) in touched:
+            rewards.setdefault(_group(row), ([], []))[index not in members].append(row["reward"])
+            prompts[_group(row)] = row["prompt"]
+    by_prompt: dict[str, list[float]] = {}
+    for group, (having, others) in rewards.items():
+        if having and others:
+            by_prompt.setdefault(prompts[group], []).append(fmean(having) - fmean(others))
+    return [fmean(gains) for gains in by_prompt.values()]
+
+
+def _group(row: Row) -> tuple[int, str]:
+    return row.get("step", 0), row["group"]  # a prompt that is drawn again has another group
+
+
+def _error(gains: Sequence[float]) -> float:
+    return stdev(gains) / math.sqrt(len(gains))
+
+
+def _chance(gains: Sequence[float]) -> float:
+    """The one-sided p of Student's t test that the mean is above 0, by Wallace's approximation (1959)."""
+    mean, error, freedom = fmean(gains), _error(gains), len(gains) - 1
+    if mean <= 0 or not error:
+        return float(mean <= 0)
+    t = mean / error
+    z = math.sqrt(freedom * math.log1p(t * t / freedom)) * (8 * freedom + 1) / (8 * freedom + 3)
+    return math.erfc(z / math.sqrt(2)) / 2
+
+
+def _is_of(name: str, other: str, *, having: dict[str, set[int]], means: dict[str, float]) -> bool:
+    """Whether a pattern contains another, or is contained, or only comes with it and pays no more."""
+    contained = name.strip("'") in other or other.strip("'") in name
+    comes_with = len(having[name] & having[other]) >= ALIKE * len(having[name])
+    return contained or (comes_with and means[name] <= MORE * means[other])
+
+
+def patterns_of(run: Path, *, step: int | None = None) -> tuple[list[int], list[Pattern]]:
+    """The logged steps up to one (the last by default) whose groups were read, and their patterns.
+
+    UserError if there are no rollouts.
+    """
+    last, _ = logged_step(run, step)
+    logged = logged_steps(RunPaths(run).rollouts)
+    steps = [step for step in logged if step <= last][-POOLED:]
+    rows = [{**row, "step": step} for step in steps for row in read_rollouts(logged[step])]
+    return steps, paid_patterns(rows, read_rollouts(logged[min(logged)]))
+
+
+def render_patterns(patterns: Sequence[Pattern]) -> Table:
+    """A table of patterns."""
+    table = Table("pattern", "share at first", "share now", "extra reward", "prompts", "an example that has it")
+    for one in patterns:
+        example = " ".join(one.example.split())
+        cells: tuple[Any, ...] = (
+            one.name,
+            f"{one.share_at_first:.1%}",
+            f"{one.share:.1%}",
+            f"{one.gain:+.3g} ± {2 * one.error:.2g}",
+            str(one.prompts),
+            example if len(example) <= 80 else f"{example[:77]}...",
+        )
+        table.add_row(*map(Text, cells))
+    return table
