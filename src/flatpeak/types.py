@@ -128,6 +128,8 @@ class Turn:
     calls: tuple[ToolCall, ...] = ()
     answer: str = ""
     """The text that answered the turn: of its calls, or an environment's observation; empty where nothing did."""
+    reward: Score = None
+    """The reward that the step of a game gave; None where it gave none, and for turns that no step answered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,6 +199,8 @@ class Scores:
     answers are left out."""
     logged: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Values that reward functions logged, by `<component>/<metric>`."""
+    turn_weight: float = 0.0
+    """The weight that the rewards of turns have in the total; 0 where they are not in it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

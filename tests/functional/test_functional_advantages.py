@@ -1,4 +1,4 @@
-"""group_advantages against numbers worked out by hand and recomputed in float64 NumPy."""
+"""group_advantages and returns_to_go against numbers worked out by hand and recomputed in float64 NumPy."""
 
 import math
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from flatpeak.functional import group_advantages
+from flatpeak.functional import group_advantages, returns_to_go
 from support.properties import repeatable
 
 NAN = float("nan")
@@ -139,3 +139,17 @@ def test_unknown_names_and_wrong_tensors_are_refused():
         group_advantages(torch.tensor([[1, 0]]))
     with pytest.raises(ValueError, match=r"give torch.bool \[1, 2\]"):
         group_advantages(rewards_PG, valid_PG=torch.tensor([True, False]))
+
+
+def test_a_return_to_go_is_the_reward_of_a_turn_of_those_after_it_and_of_the_end():
+    rewards_PGK = torch.tensor([[[1.0, 0.0, -0.5], [0.25, 2.0, 0.0]]])
+    returns_PGK = returns_to_go(rewards_PGK, torch.tensor([[0.0, 10.0]]))
+    assert returns_PGK.tolist() == [[[0.5, -0.5, -0.5], [12.25, 12.0, 10.0]]]
+
+
+def test_equal_rewards_to_come_give_equal_returns_whatever_came_before():
+    # In the other order 0.1 + 0.2 - 0.1 differs from 0.7 + 0.2 - 0.7.
+    rewards_PGK = torch.tensor([[[0.1, 0.2, 0.0], [0.7, 0.2, 0.0], [1e6, 0.2, 0.0]]])
+    returns_PGK = returns_to_go(rewards_PGK, torch.zeros(1, 3))
+    advantages_PG = group_advantages(returns_PGK[..., 1], eps=0.0)
+    assert advantages_PG.tolist() == [[0.0] * 3]

@@ -24,6 +24,7 @@ SIGNATURES = {
     "pass_at_k": "num_samples, num_correct, k",
     "preference_accuracy": "chosen_P, rejected_P",
     "regularized_gradient": "grad, perturbed_grad, *, strength, step",
+    "returns_to_go": "rewards_PGK, rest_PG",
     "token_logprobs": "hidden_TD, output_weight_VD, targets_T, *, bias_V=None, softcap=None, logit_scale=1.0, "
     "temperature=1.0, chunk_size=None, kept_T=None",
     "top_eigenvalue": "product, like, *, iterations=100, tolerance=0.001, seed=0",

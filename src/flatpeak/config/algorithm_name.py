@@ -35,6 +35,11 @@ NAMES: Final = {
 
 def algorithm_name(config: RunConfig) -> str:
     """The name of the published algorithm with a recipe's objective, else `policy gradient`."""
+    name = _published_name(config)
+    return name if config.advantage.credit == "episode" else f"{name} with credit by turn"
+
+
+def _published_name(config: RunConfig) -> str:
     objective, advantage = config.objective, config.advantage
     if is_reference(objective.loss) or is_reference(advantage.function or ""):
         return "policy gradient"

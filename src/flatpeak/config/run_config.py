@@ -114,6 +114,28 @@ class RunConfig(StrictConfig):
         return self
 
     @model_validator(mode="after")
+    def _credits_turns(self) -> RunConfig:
+        """Refuse credit by turn without rewards of turns, or with a loss that mixes the turns of an episode."""
+        if self.advantage.credit == "episode":
+            return self
+        if self.environment is None:
+            raise ValueError("advantage.credit=turn needs a game: name a class with a method step as environment")
+        first = self.curriculum.rewards if self.curriculum else None
+        for name, rewards in (("rewards", self.rewards), ("curriculum.rewards", first)):
+            if rewards is not None and not any(one.type == "environment" and one.weight for one in rewards.values()):
+                raise ValueError(
+                    f"advantage.credit=turn needs {name} of type environment with a weight: without them no turn has a "
+                    "reward of its own"
+                )
+        if self.objective.ratio == "sequence" or self.objective.loss == "gmpo":
+            key = "ratio=sequence" if self.objective.ratio == "sequence" else "loss=gmpo"
+            raise ValueError(
+                f"objective.{key} with advantage.credit=turn: the gradient of a ratio of whole completions mixes the "
+                "advantages of their turns; set objective.loss=clipped_surrogate and objective.ratio=token"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         advantage = self.advantage
         if self.training.difficulty is not None and self.rollout.staleness:

@@ -187,7 +187,7 @@ RULES = (
     Rule(
         choice="advantage.function",
         applies=lambda function: function is not None,
-        settings=("advantage.baseline", "advantage.scale", "advantage.eps"),
+        settings=("advantage.baseline", "advantage.scale", "advantage.eps", "advantage.credit"),
         instead="advantage.function=null",
     ),
     Rule(

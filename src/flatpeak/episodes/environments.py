@@ -84,6 +84,11 @@ class Environment:
         """Whether it gives rewards itself."""
         return self.is_game or hasattr(self.actor, "reward")
 
+    @property
+    def rewards_turns(self) -> bool:
+        """Whether its reward of an episode is the sum of those of its steps."""
+        return self.is_game and not hasattr(self.actor, "reward")
+
     def reset_arguments(self, example: Example, *, seed: int) -> dict[str, Any]:
         """The arguments that `reset` asks for by name; UserError if the row lacks one."""
         if self.actor is None or not hasattr(self.actor, "reset"):

@@ -233,6 +233,7 @@ class EpisodeSampler(WrappedSampler):
         """Append the answer to the last turn, where one is waited for."""
         if episode.answering is None:
             return
+        before = len(episode.session.rewards)
         episode.session, answered = self._wait(episode.answering)
         episode.answering = None
         calls: tuple[ToolCall, ...] = ()
@@ -242,7 +243,8 @@ class EpisodeSampler(WrappedSampler):
             calls = tuple(self._fitting_call(call) for call in answered)
             answers = [(call.name, call.answer) for call in calls]
         text = "\n".join(answer for _, answer in answers)
-        episode.turns[-1] = replace(episode.turns[-1], calls=calls, answer=text)
+        reward = next(iter(episode.session.rewards[before:]), None)
+        episode.turns[-1] = replace(episode.turns[-1], calls=calls, answer=text, reward=reward)
         if episode.session.failed is not None or episode.session.done:
             episode.stop_reason = "done" if episode.session.failed is None else "failed"
             return

@@ -2,7 +2,7 @@
 
 from flatpeak.functional import advantage_functions, losses, policy_losses, sampler_correction, token_weights
 from flatpeak.functional.advantage_functions import *  # noqa: F403
-from flatpeak.functional.advantages import group_advantages
+from flatpeak.functional.advantages import group_advantages, returns_to_go
 from flatpeak.functional.bradley_terry import (
     bradley_terry_loss,
     calibration_error,
@@ -52,6 +52,7 @@ __all__ = [
     "pass_at_k",
     "preference_accuracy",
     "regularized_gradient",
+    "returns_to_go",
     "token_logprobs",
     "top_eigenvalue",
     "wilson_interval",

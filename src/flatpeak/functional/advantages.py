@@ -54,6 +54,18 @@ def group_advantages(
     return advantages_PG.masked_fill(~(valid_PG & (highest_P1 > lowest_P1)), 0.0)
 
 
+def returns_to_go(rewards_PGK: Tensor, rest_PG: Tensor) -> Tensor:
+    """R_ik = sum_{j >= k} r_ij + rest_i: the reward of turn k of an episode and of all that follows it, [P, G, K].
+
+    r_ij is the reward of turn j, 0 beyond an episode's last turn, and rest_i what the episode is given at its end. The
+    advantage of turn k is `group_advantages` of R_ik over the episodes of the group that have a turn k: the reward to
+    come of the policy gradient theorem (Sutton et al. 1999) with a group's baseline. GTPO (Ding et al. 2025, arXiv
+    2511.14846) also takes normalized returns of turns, discounted. Rewards are added from the last turn on, so that
+    equal rewards to come give equal returns, bit for bit.
+    """
+    return rewards_PGK.flip(-1).cumsum(-1).flip(-1) + rest_PG[..., None]
+
+
 def _check(rewards_PG: Tensor, baseline: Baseline, scale: Scale) -> None:
     if baseline not in get_args(Baseline):
         raise ValueError(f"baseline={baseline!r}: choose one of {', '.join(get_args(Baseline))}")

@@ -145,11 +145,13 @@ class SampledLoss:
             config,
             max_new_tokens=self.max_new_tokens,
             group_baseline=self.advantages.compare_groups(len(groups[0].completions)),
+            by_turn=self.advantages.config.credit == "turn",
         )
         inputs = advantage_inputs(self.advantages.asks, groups, scores, weights=self.reward_weights)
         advantages_PG = self.advantages(rewards.rewards_PG, rewards.valid_PG, **inputs)
         completions = collate(groups, rewards.trained_PG, device=self.policy.device)
-        advantages_T = self.advantages.per_token(advantages_PG[rewards.trained_PG], completions, None)
+        turns_T = self.advantages.by_turn(rewards, rewards.trained_PG)
+        advantages_T = self.advantages.per_token(advantages_PG[rewards.trained_PG], completions, None, turns_T)
         weights_N = completion_weights(
             trained_lengths(completions), config.normalization, max_tokens=self.max_new_tokens
         )

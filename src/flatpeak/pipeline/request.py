@@ -253,6 +253,11 @@ def make_algorithm(config: RunConfig, objects: CallerObjects) -> Algorithm:
     weights = {name: reward.weight for name, reward in config.rewards.items()}
     if rewards is not None:
         weights = as_reward(rewards, name=config.evaluation.accuracy_part).weights
+        if config.advantage.credit == "turn":
+            raise UserError(
+                "advantage.credit=turn with a reward from Python, which replaces the environment's: name it in the "
+                "recipe's rewards, beside one of type environment"
+            )
     return Algorithm(
         objective=make_objective(config.objective, config.kl, own=objects.loss),
         advantages=make_advantages(

@@ -64,6 +64,9 @@ def acting(config: RunConfig, sampler: Sampler, policy: Policy) -> Sampler:
             f"rewards.{asking[0]}.type=environment: {config.environment} has no reward(): define it, or choose another "
             "type"
         )
+    if config.advantage.credit == "turn" and not environment.rewards_turns:
+        reason = "has a reward(), which replaces the rewards of its turns" if environment.is_game else "has no step()"
+        raise UserError(f"advantage.credit=turn: {config.environment} {reason}; set advantage.credit=episode")
     return episode_sampler(
         sampler,
         environment,

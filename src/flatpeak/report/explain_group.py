@@ -24,7 +24,7 @@ from flatpeak.policy.loading import load_policy
 from flatpeak.report.logged_step import logged_step
 from flatpeak.runs.checkpoints import LAST, checkpoint_name
 from flatpeak.runs.directory import RunPaths
-from flatpeak.runs.rollout_log import read_rollouts
+from flatpeak.runs.rollout_log import read_rollouts, turn_rewards
 from flatpeak.training.batch import collate
 from flatpeak.training.learner import score, token_budget
 from flatpeak.training.objective_config import AdvantageConfig
@@ -169,6 +169,7 @@ def render(explanation: Explanation, *, width: int | None = None) -> Lines:
         "weight per token": [_number(completion.weight) for completion in completions],
         "tokens": [str(sum(ratio is not None for ratio in completion.ratios)) for completion in completions],
         "ended by": [row.get("stop_reason") or row["finish_reason"] for row in rows],
+        **({"rewards of turns": list(map(turn_rewards, rows))} if any(map(turn_rewards, rows)) else {}),
     }
     # Not in the dictionary, because a reward may have the name of a column.
     rewards_by_name = [(name, [_number(row["rewards"].get(name)) for row in rows]) for name in first["rewards"]]
@@ -203,6 +204,8 @@ def _rule(advantage: AdvantageConfig) -> str:
     rule = f"baseline {advantage.baseline}, scale {advantage.scale}"
     if advantage.function is not None:
         rule = f"advantages by {advantage.function}"
+    if advantage.credit == "turn":
+        rule = f"{rule}, for each turn (below: the mean over a completion's tokens)"
     return rule if advantage.whiten == "none" else f"{rule}, whitened over {advantage.whiten}"
 
 

@@ -35,7 +35,7 @@ from flatpeak.runs.files import write_atomic
 from flatpeak.runs.manifest import read_starts
 from flatpeak.runs.metrics import by_task, read_metrics
 from flatpeak.runs.notices import START, no_signal_message, read_notices
-from flatpeak.runs.rollout_log import logged_steps, read_rollouts
+from flatpeak.runs.rollout_log import logged_steps, read_rollouts, turn_rewards
 from flatpeak.runs.signals import signal_name
 from flatpeak.runs.summary import RunSummary, StageEvaluation, read_summary
 
@@ -283,7 +283,9 @@ def _group(step: int, group: Sequence[Row]) -> dict[str, Any]:
         "gold": group[0]["gold"],
         "size": len(group),
         "reward": sum(rewards) / len(rewards),
-        "completions": [{**rows[0], "count": len(rows)} for rows in by_text.values()],
+        "completions": [
+            {**rows[0], "count": len(rows), "turn_rewards": turn_rewards(rows[0])} for rows in by_text.values()
+        ],
     }
 
 

@@ -108,6 +108,16 @@ def join_scores(calls: Sequence[ComponentScores], groups: Sequence[Group]) -> Co
     )
 
 
+def weighted_sum(weighted: Sequence[tuple[float, Score]]) -> Score:
+    """The sum of weight * score; missing if any score is."""
+    total = 0.0
+    for weight, score in weighted:
+        if score is None:
+            return None
+        total += weight * score
+    return total
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Isolation:
     """Limits under which worker processes call a scorer that contains someone else's code."""
@@ -154,6 +164,8 @@ class Scorer(ABC):
     """Whether scores come from a user's function, so that they may differ from 0 and 1 and do not rate an answer."""
     is_judge: ClassVar[bool] = False
     """Whether scores are a model's opinions, each of which costs a call."""
+    by_turn: ClassVar[bool] = False
+    """Whether a score is the sum of the rewards of an episode's turns."""
     unprotected: str | None = None
     """The reason why no worker can call the user's code that this process calls; None if there is none."""
     shadow: str | None = None

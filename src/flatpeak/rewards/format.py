@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from flatpeak.rewards.base import Rule
 from flatpeak.utils.answers import ANSWER_CLOSE, ANSWER_OPEN, THINK_CLOSE, THINK_OPEN, is_blank, judged_text
@@ -69,6 +69,8 @@ class LengthReward(Rule):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvironmentReward(Rule):
     """The reward that the episode's environment gave."""
+
+    by_turn: ClassVar[bool] = True
 
     def __call__(self, completion: Completion, prompt: Prompt) -> Score:
         """The same, None where it is missing."""

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.base import Component, GradingBudget, Scorer
+from flatpeak.rewards.base import Component, GradingBudget, Scorer, weighted_sum
 from flatpeak.rewards.checked_calls import FailureLog, Failures, notice_if_slow
 from flatpeak.rewards.functions import FunctionReward, function_name
 from flatpeak.rewards.workers.grading import Grading, UnloadableError
@@ -127,6 +127,7 @@ class RewardSet:
             parts={name: scored[name].scores for name in self._components},
             timed_out={name: [list(row) for row in one.timed_out] for name, one in scored.items() if any(one.flags)},
             logged={f"{name}/{metric}": values for name in scored for metric, values in scored[name].logged.items()},
+            turn_weight=sum(one.weight for one in self._components.values() if one.scorer.by_turn),
         )
 
     def check_rows(self, prompts: Iterable[Prompt]) -> None:
@@ -234,7 +235,7 @@ class RewardSet:
         weights = {name: weight for name, weight in self.weights.items() if weight}
         totals = [
             [
-                _weighted_sum([(weight, scored[name].scores[p][g]) for name, weight in weights.items()])
+                weighted_sum([(weight, scored[name].scores[p][g]) for name, weight in weights.items()])
                 for g in range(len(group.completions))
             ]
             for p, group in enumerate(groups)
@@ -315,15 +316,6 @@ def shadow_metrics(
 
 def _ignore(text: str) -> None:
     pass
-
-
-def _weighted_sum(weighted: Sequence[tuple[float, Score]]) -> Score:
-    total = 0.0
-    for weight, score in weighted:
-        if score is None:
-            return None
-        total += weight * score
-    return total
 
 
 def build_reward(

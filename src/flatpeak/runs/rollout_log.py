@@ -154,6 +154,14 @@ def read_rollouts(path: Path) -> list[Row]:
         ) from None
 
 
+def turn_rewards(row: Row) -> str:
+    """The rewards of an episode's turns, such as `0, none, 1`; empty where no turn has one, and for older files."""
+    rewards = [turn.get("reward") for turn in row.get("turns", ())]
+    if all(reward is None for reward in rewards):
+        return ""
+    return ", ".join("none" if reward is None else f"{reward:.4g}" for reward in rewards)
+
+
 def first_row(path: Path) -> Row:
     """The first row of a step's file, without reading the others. Raises ValueError if there is none."""
     with path.open(encoding="utf-8") as file:

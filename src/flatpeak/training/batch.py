@@ -128,6 +128,13 @@ def of_first_tokens(values_T: Tensor, completions: PackedCompletions, *, without
     return without_N.to(values_T.device).masked_scatter(some_N, values_T[first_N[some_N]])
 
 
+def mean_of_trained(values_T: Tensor, completions: PackedCompletions) -> Tensor:
+    """The mean [N] over the trained tokens of each completion, on the CPU, in a fixed order; 0 without any."""
+    own_T = values_T if completions.trained_T is None else values_T.masked_fill(~completions.trained_T, 0.0)
+    sums_N = torch.zeros(len(completions.lengths_N)).index_add(0, completions.sequence_T.cpu(), own_T.cpu())
+    return sums_N / trained_lengths(completions).cpu().clamp(min=1)
+
+
 def trained_lengths(batch: PackedCompletions) -> Tensor:
     """int64 [N]: the trained tokens of each completion."""
     if batch.trained_T is None:

@@ -195,6 +195,7 @@ def _scores(drawn: Sequence[_Drawn]) -> Scores:
     return Scores(
         total=[scores.total[index] for _, index, scores in drawn],
         parts={name: [scores.parts[name][index] for _, index, scores in drawn] for name in drawn[0][2].parts},
+        turn_weight=drawn[0][2].turn_weight,
     )
 
 

@@ -123,6 +123,9 @@ class AdvantageConfig(StrictConfig):
     there (bool [P, G]), and by name with what else it asks for, and returns the advantages [P, G]. null: none."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Extra keyword arguments of `function`."""
+    credit: Literal["episode", "turn"] = "episode"
+    """episode: one advantage for all tokens of a completion. turn: in a game, an advantage for each turn, by the
+    rewards of its step and of the steps after it, compared with the same turn of the group's other episodes."""
     whiten: Literal["none", "tokens", "completions"] = "none"
     """Subtract the step's mean from the advantages and divide by their standard deviation. tokens: over all trained
     tokens, REINFORCE++. completions: over all completions, GDPO. none: neither."""
@@ -135,6 +138,11 @@ class AdvantageConfig(StrictConfig):
     def _no_scale_without_baseline(self) -> AdvantageConfig:
         if self.baseline == "none" and self.scale != "none":
             raise ValueError("advantage.baseline=none needs advantage.scale=none: raw rewards are not standardized")
+        if self.credit == "turn" and self.whiten == "completions":
+            raise ValueError(
+                "advantage.whiten=completions with advantage.credit=turn, which gives a completion several advantages: "
+                "set advantage.whiten=tokens"
+            )
         _check_arguments(self.arguments, self.function, ADVANTAGE_ARGUMENTS, "advantage")
         return self
 

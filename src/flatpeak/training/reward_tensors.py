@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from flatpeak.errors import UserError
 from flatpeak.functional.advantage_functions import limit_spreads, whiten
-from flatpeak.functional.advantages import group_advantages
+from flatpeak.functional.advantages import group_advantages, returns_to_go
 from flatpeak.training.batch import on_trained_tokens, per_token
 from flatpeak.training.config import DynamicSamplingConfig
 from flatpeak.training.objective import KL_ESTIMATORS
@@ -26,6 +27,23 @@ LARGEST_REWARD = 1e12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TurnTensors:
+    """The turns of a step's episodes, at most K each. A completion that is no episode has one."""
+
+    returns_PGK: Tensor
+    """float32: the reward of a turn and of all that follows it, that of the episode for the first turn."""
+    taken_PGK: Tensor
+    """bool: whether the episode has this turn."""
+    lengths_PGK: Tensor
+    """int64: the tokens of a turn, and those that were added after it."""
+
+    def each(self, valid_PG: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The returns [P, G] of every turn, and the valid episodes that have it."""
+        taken_PGK = self.taken_PGK & valid_PG[..., None]
+        return zip(self.returns_PGK.unbind(-1), taken_PGK.unbind(-1), strict=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RewardTensors:
     """Rewards as tensors over the step's P groups of G completions."""
 
@@ -35,34 +53,89 @@ class RewardTensors:
     """bool: not missing; only these enter baselines and scales."""
     trained_PG: Tensor
     """bool: valid, and not masked for being truncated; only these enter the loss and its denominators."""
+    turns: TurnTensors | None = None
+    """With credit by turn; else None."""
+
+    @property
+    def informative_P(self) -> Tensor:
+        """bool: groups with rewards, or returns of a turn, that differ."""
+        signal_P = informative(self.rewards_PG, self.valid_PG)
+        for returns_PG, taken_PG in self.turns.each(self.valid_PG) if self.turns else ():
+            signal_P = signal_P | informative(returns_PG, taken_PG)
+        return signal_P
+
+    def less(self, penalties_PG: Tensor) -> RewardTensors:
+        """The same less a penalty at the end of each completion, which counts in the returns of all its turns."""
+        turns = self.turns
+        if turns is not None:
+            turns = replace(turns, returns_PGK=turns.returns_PGK - penalties_PG[..., None])
+        return replace(self, rewards_PG=self.rewards_PG - penalties_PG, turns=turns)
 
 
 def reward_tensors(
-    groups: Sequence[Group], scores: Scores, config: ObjectiveConfig, *, max_new_tokens: int, group_baseline: bool
+    groups: Sequence[Group],
+    scores: Scores,
+    config: ObjectiveConfig,
+    *,
+    max_new_tokens: int,
+    group_baseline: bool,
+    by_turn: bool = False,
 ) -> RewardTensors:
     """Apply `objective.truncated` to the total scores.
 
     soft_penalty adds DAPO's soft overlong punishment (Yu et al. 2025, equation 13), with B the buffer and L the limit:
     0 up to L - B tokens, then (L - B - length) / B, which is -1 at L and stays -1 beyond. Under a group baseline a
-    group with fewer than two valid scores counts as missing.
+    group with fewer than two valid scores counts as missing. `by_turn` adds the returns of turns.
 
     Raises UserError for a total that is too large, or not finite, since weights multiply scores.
     """
     _check_size(groups, scores)
     known = [[0.0 if score is None else score for score in row] for row in scores.total]
-    rewards_PG = torch.tensor(known, dtype=torch.float32)
+    totals_PG = torch.tensor(known, dtype=torch.float64)
     valid_PG = torch.tensor([[score is not None for score in row] for row in scores.total])
     truncated_PG = torch.tensor([[c.finish_reason == "length" for c in group.completions] for group in groups])
     if group_baseline:
         valid_PG &= valid_PG.sum(dim=1, keepdim=True) >= 2
     if config.truncated == "zero_reward":
-        rewards_PG = rewards_PG.masked_fill(truncated_PG, 0.0)
-    if config.truncated == "soft_penalty":
-        lengths_PG = torch.tensor([[len(c.sampled_ids) for c in group.completions] for group in groups])
-        over_PG = (lengths_PG - (max_new_tokens - config.overlong_buffer)).clamp(0, config.overlong_buffer)
-        rewards_PG = rewards_PG - valid_PG * over_PG / config.overlong_buffer
-    trained_PG = valid_PG & ~truncated_PG if config.truncated == "mask" else valid_PG
-    return RewardTensors(rewards_PG=rewards_PG, valid_PG=valid_PG, trained_PG=trained_PG)
+        totals_PG = totals_PG.masked_fill(truncated_PG, 0.0)
+    rewards = RewardTensors(
+        rewards_PG=totals_PG.float(),
+        valid_PG=valid_PG,
+        trained_PG=valid_PG & ~truncated_PG if config.truncated == "mask" else valid_PG,
+        turns=turn_tensors(groups, totals_PG, scores.turn_weight) if by_turn else None,
+    )
+    if config.truncated != "soft_penalty":
+        return rewards
+    lengths_PG = torch.tensor([[len(c.sampled_ids) for c in group.completions] for group in groups])
+    over_PG = (lengths_PG - (max_new_tokens - config.overlong_buffer)).clamp(0, config.overlong_buffer)
+    return rewards.less(valid_PG * over_PG / config.overlong_buffer)
+
+
+def turn_tensors(groups: Sequence[Group], totals_PG: Tensor, weight: float) -> TurnTensors:
+    """The turns of episodes with these total rewards, in which the rewards of turns have a weight.
+
+    A turn without a reward adds nothing. What the total has beside the turns' rewards is given at the episode's end.
+    """
+    episodes = [completion for group in groups for completion in group.completions]
+    turns = [[(turn.reward or 0.0, turn.sampled + turn.added) for turn in one.turns] for one in episodes]
+    turns = [own or [(0.0, len(one.token_ids))] for own, one in zip(turns, episodes, strict=True)]
+    # In float64, and with the sum that the total has: where it is all of the total, exactly nothing is left.
+    sums_PG = torch.tensor([one.reward or 0.0 for one in episodes], dtype=torch.float64).view_as(totals_PG)
+    padded_NK = pad_sequence([torch.tensor(own, dtype=torch.float64) for own in turns], batch_first=True)
+    rewards_PGK, lengths_PGK = padded_NK.unflatten(0, totals_PG.shape).unbind(-1)
+    returns_PGK = returns_to_go(weight * rewards_PGK, totals_PG - weight * sums_PG)
+    returns_PGK[..., 0] = totals_PG
+    if not bool((returns_PGK.abs() <= LARGEST_REWARD).all()):
+        raise UserError(
+            "from one turn on, the rewards of an episode add up to more than can be trained on, "
+            f"{LARGEST_REWARD:g} either way: bound what step of the environment returns"
+        )
+    numbers_PG = torch.tensor([len(own) for own in turns]).view_as(totals_PG)
+    return TurnTensors(
+        returns_PGK=returns_PGK.float(),
+        taken_PGK=torch.arange(returns_PGK.shape[-1]) < numbers_PG[..., None],
+        lengths_PGK=lengths_PGK.long(),
+    )
 
 
 def _check_size(groups: Sequence[Group], scores: Scores) -> None:
@@ -153,12 +226,32 @@ class Advantages:
             return advantages_PG
         return limit_spreads(advantages_PG, valid_PG, config.limit_spreads)
 
-    def per_token(self, advantages_N: Tensor, completions: PackedCompletions, penalties_T: Tensor | None) -> Tensor:
-        """Advantages [T] of completions, less each token's penalty, whitened and limited."""
+    def by_turn(self, rewards: RewardTensors, chosen_PG: Tensor) -> Tensor | None:
+        """The advantage of each token's turn, [T] of the chosen completions; None without credit by turn.
+
+        A turn is compared with those of the same number of its group. Under a group baseline it has the advantage 0 if
+        no other episode has such a turn.
+        """
+        if rewards.turns is None:
+            return None
+        advantages_PGK = torch.stack([self(*turn) for turn in rewards.turns.each(rewards.valid_PG)], dim=-1)
+        lengths_N = rewards.turns.lengths_PGK[chosen_PG].flatten()
+        return advantages_PGK[chosen_PG].flatten().repeat_interleave(lengths_N)
+
+    def per_token(
+        self,
+        advantages_N: Tensor,
+        completions: PackedCompletions,
+        penalties_T: Tensor | None,
+        turns_T: Tensor | None = None,
+    ) -> Tensor:
+        """Advantages [T] of completions, or `turns_T`, less each token's penalty, whitened and limited."""
         config, trained_T = self.config, completions.trained_T
         if config.whiten == "completions":
             advantages_N = whiten(advantages_N, torch.ones_like(advantages_N, dtype=torch.bool), eps=config.eps)
         advantages_T = per_token(advantages_N, completions)
+        if turns_T is not None:
+            advantages_T = turns_T.to(advantages_T.device)
         if penalties_T is not None:
             advantages_T = advantages_T - penalties_T
         if config.whiten == "tokens":

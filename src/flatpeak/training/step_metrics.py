@@ -13,7 +13,7 @@ from flatpeak.functional import effective_sample_size, kl_k3
 from flatpeak.training.batch import on_trained_tokens
 from flatpeak.training.collect import Rollouts, known_scores
 from flatpeak.training.learner import PolicyStatistics
-from flatpeak.training.reward_tensors import RewardTensors, informative
+from flatpeak.training.reward_tensors import RewardTensors
 from flatpeak.types import Completion, Group, PackedCompletions
 
 
@@ -53,7 +53,7 @@ def step_metrics(
         **{f"reward/{name}/failed": float(count) for name, count in rollouts.failed.items()},
         **{f"reward/{name}/timeouts": float(count) for name, count in rollouts.timed_out.items()},
         **rollouts.measured,
-        "groups/informative_fraction": float(informative(rewards.rewards_PG, rewards.valid_PG).float().mean()),
+        "groups/informative_fraction": float(rewards.informative_P.float().mean()),
         "groups/drawn": float(rollouts.drawn),
         **policy_metrics(updates),
         **regularization_metrics(updates, step_seconds=seconds),

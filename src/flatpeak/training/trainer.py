@@ -18,7 +18,7 @@ from flatpeak.policy.reference import ReferenceResets
 from flatpeak.protocols import Sampler
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.rollout.randomness import derive_seed
-from flatpeak.training.batch import collate, minibatches, of_first_tokens, per_token, take
+from flatpeak.training.batch import collate, mean_of_trained, minibatches, of_first_tokens, per_token, take
 from flatpeak.training.collect import Rollouts, advantage_inputs, collect, pass_rates, rollout_seed, with_greedy
 from flatpeak.training.config import TrainingConfig
 from flatpeak.training.curriculum import Phase, Progression, take_prompts
@@ -30,7 +30,6 @@ from flatpeak.training.reward_tensors import (
     Advantages,
     RewardTensors,
     in_band,
-    informative,
     kl_penalty_N,
     kl_to_go_T,
     reward_tensors,
@@ -89,6 +88,7 @@ class Trainer(StageTrainer):
             config=learner.objective.config,
             max_new_tokens=config.rollout.max_new_tokens,
             group_baseline=advantages.compare_groups(config.rollout.group_size),
+            by_turn=advantages.config.credit == "turn",
         )
         self.progression = Progression.start(phases)
         self.resets = ReferenceResets(config.reference)
@@ -173,7 +173,7 @@ class Trainer(StageTrainer):
         """
         rewards, asks = self.reward_tensors(groups, scores), self.group_advantages.asks
         rule, phase = self.config.training.dynamic_sampling, self.phases[self.progression.phase]
-        signal_P = informative(rewards.rewards_PG, rewards.valid_PG)
+        signal_P = rewards.informative_P
         if "parts" in asks:
             inputs = advantage_inputs(asks, groups, scores, weights=phase.reward.weights, greedy=[None] * len(groups))
             signal_P = self.group_advantages(rewards.rewards_PG, rewards.valid_PG, **inputs).any(dim=1)
@@ -201,20 +201,26 @@ class Trainer(StageTrainer):
     def advantages(
         self, rewards: RewardTensors, completions: PackedCompletions, **inputs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Advantages of completions [P, G] and of their tokens [T], less the KL penalty where that is placed there."""
-        rewards_PG, valid_PG, penalties_T = rewards.rewards_PG, rewards.valid_PG, None
+        """Advantages of completions [P, G] and of their tokens [T], less the KL penalty where that is placed there.
+
+        With credit by turn, that of a completion is the mean over its trained tokens.
+        """
+        valid_PG, penalties_T = rewards.valid_PG, None
         kl = self.learner.objective.kl
         if self.learner.objective.kl_in_reward:
             logprobs_T = self.learner.score(self.learner.policy, completions)
             if kl.placement == "reward":
                 penalty_N = kl_penalty_N(completions, logprobs_T, kl).cpu()
-                rewards_PG = rewards_PG.masked_scatter(valid_PG, rewards_PG[valid_PG] - penalty_N)
+                rewards = rewards.less(torch.zeros_like(rewards.rewards_PG).masked_scatter(valid_PG, penalty_N))
             else:
                 penalties_T = kl_to_go_T(completions, logprobs_T, kl)
-        advantages_PG = self.group_advantages(rewards_PG, valid_PG, **inputs)
-        advantages_N = advantages_PG[valid_PG]
-        advantages_T = self.group_advantages.per_token(advantages_N, completions, penalties_T)
-        logged_N = of_first_tokens(advantages_T, completions, without_N=advantages_N)
+        advantages_PG = self.group_advantages(rewards.rewards_PG, valid_PG, **inputs)
+        advantages_N, turns_T = advantages_PG[valid_PG], self.group_advantages.by_turn(rewards, valid_PG)
+        advantages_T = self.group_advantages.per_token(advantages_N, completions, penalties_T, turns_T)
+        if turns_T is None:
+            logged_N = of_first_tokens(advantages_T, completions, without_N=advantages_N)
+        else:
+            logged_N = mean_of_trained(advantages_T, completions)
         return advantages_PG.masked_scatter(valid_PG, logged_N.cpu()), advantages_T
 
     def minibatches(
