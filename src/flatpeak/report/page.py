@@ -17,7 +17,7 @@ import yaml
 
 from flatpeak.config.load import parse_config
 from flatpeak.errors import UserError
-from flatpeak.report import story
+from flatpeak.report import patterns, story
 from flatpeak.report.charts import charts, reward_weights
 from flatpeak.report.evaluations import (
     EvaluationColumn,
@@ -122,6 +122,8 @@ def page_content(run: RunPaths) -> dict[str, Any]:
         "evaluations": evaluations,
         "eval_metrics": list(dict.fromkeys(name for evaluation in evaluations for name in evaluation.metrics)),
         "groups": groups_over_run(run),
+        "patterns": patterns_of_page(run),
+        "pattern_columns": patterns.COLUMNS,
         "phases": story.phases(rows),
         "manifest": manifest,
         "started": _minute(manifest["started"]) if manifest else None,
@@ -262,6 +264,14 @@ def groups_over_run(run: RunPaths) -> list[dict[str, Any]]:
     shared = commonprefix(prompts) if len(prompts) > 1 else ""  # noqa: RUF071 - texts, not paths
     start = max(map(shared.rfind, "\n>]")) + 1
     return [{**group, "question": group["prompt"][start:]} for group in groups_of_page]
+
+
+def patterns_of_page(run: RunPaths) -> tuple[list[int], list[tuple[str, ...]]] | None:
+    """The last logged steps, and the cells of the patterns that pay in them; None if there are none."""
+    with suppress(UserError):  # no rollouts, or a file that is cut short
+        steps, paid = patterns.patterns_of(run.path)
+        return (steps, [patterns.cells(one) for one in paid]) if paid else None
+    return None
 
 
 def _evenly(steps: Sequence[int], count: int) -> list[int]:

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, Final
-
-from rich.table import Table
-from rich.text import Text
 
 from flatpeak.report.logged_step import logged_step
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.rollout_log import logged_steps, read_rollouts
 
 Row = dict[str, Any]
+Group = tuple[int, str]
+"""The step and the id of a group."""
 
 LONGEST: Final = 4
 """Words (characters, in texts without spaces) of the longest pattern."""
@@ -30,8 +29,11 @@ FEWEST_PROMPTS: Final = 5
 LEVEL: Final = 0.05
 ALIKE, MORE = 0.9, 1.25
 """A pattern of which this share comes with one that pays more in all belongs to it, unless it pays so much more."""
+MOST_PIECES: Final = 200_000
+"""Words or characters that are read: of long completions their beginnings and ends."""
 POOLED: Final = 5
 """Logged steps whose groups count together, because a rare pattern is in few groups of a step."""
+COLUMNS: Final = ("pattern", "share at first", "share now", "extra reward", "prompts", "an example that has it")
 _LONGER, _CUT, _REPEATS = "longer than its group's median", "cut by a limit", "repeats itself three times"
 _WORDS: Final = re.compile(r"\w+|[^\w\s]")
 
@@ -63,10 +65,11 @@ def paid_patterns(rows: Sequence[Row], first: Sequence[Row], *, most: int = 10) 
     by_characters = sum(" " in row["text"].strip() for row in rows) * 2 < len(rows)
     having = _having(rows, by_characters=by_characters)
     at_first = _having(first, by_characters=by_characters)
+    totals = _totals(rows)
     tried = {
         name: gains
         for name, members in having.items()
-        if len(members) >= FEWEST_PROMPTS and len(gains := _gains(rows, members)) >= FEWEST_PROMPTS
+        if len(members) >= FEWEST_PROMPTS and len(gains := _gains(rows, totals, members)) >= FEWEST_PROMPTS
     }
     means = {name: fmean(gains) for name, gains in tried.items() if _chance(gains) * len(tried) < LEVEL}
     chosen: list[str] = []
@@ -89,12 +92,15 @@ def paid_patterns(rows: Sequence[Row], first: Sequence[Row], *, most: int = 10) 
 
 def _having(rows: Sequence[Row], *, by_characters: bool) -> dict[str, set[int]]:
     """By pattern, the indices of the rows that have it."""
-    lengths: dict[tuple[int, str], list[int]] = {}
+    lengths: dict[Group, list[int]] = {}
     for row in rows:
         lengths.setdefault(_group(row), []).append(len(row["token_ids"]))
+    half = max(20, MOST_PIECES // (2 * len(rows) + 1))
     having: dict[str, set[int]] = {}
     for index, row in enumerate(rows):
         pieces = list(row["text"].strip()) if by_characters else _WORDS.findall(row["text"])
+        if len(pieces) > 2 * half:
+            pieces = pieces[:half] + pieces[-half:]
         names = set(_runs_of(pieces, "" if by_characters else " "))
         if len(row["token_ids"]) > median(lengths[_group(row)]):
             names.add(_LONGER)
@@ -115,23 +121,33 @@ def _runs_of(pieces: Sequence[str], joint: str) -> Iterator[str]:
             yield f"'{joint.join(pieces[at : at + length])}'"
 
 
-def _gains(rows: Sequence[Row], members: set[int]) -> list[float]:
+def _gains(rows: Sequence[Row], totals: dict[Group, tuple[float, int]], members: Iterable[int]) -> list[float]:
     """For each prompt, the mean reward with a pattern less that without it, averaged over groups that have both."""
-    rewards: dict[tuple[int, str], tuple[list[float], list[float]]] = {}
-    prompts: dict[tuple[int, str], str] = {}
-    touched = {_group(rows[index]) for index in members}
-    for index, row in enumerate(rows):
-        if _group(row) in touched:
-            rewards.setdefault(_group(row), ([], []))[index not in members].append(row["reward"])
-            prompts[_group(row)] = row["prompt"]
+    having: dict[Group, list[float]] = {}
+    prompts: dict[Group, str] = {}
+    for index in sorted(members):
+        row = rows[index]
+        having.setdefault(_group(row), []).append(row["reward"])
+        prompts[_group(row)] = row["prompt"]
     by_prompt: dict[str, list[float]] = {}
-    for group, (having, others) in rewards.items():
-        if having and others:
-            by_prompt.setdefault(prompts[group], []).append(fmean(having) - fmean(others))
+    for group, rewards in having.items():
+        total, count = totals[group]
+        if len(rewards) < count:
+            others = (total - sum(rewards)) / (count - len(rewards))
+            by_prompt.setdefault(prompts[group], []).append(fmean(rewards) - others)
     return [fmean(gains) for gains in by_prompt.values()]
 
 
-def _group(row: Row) -> tuple[int, str]:
+def _totals(rows: Sequence[Row]) -> dict[Group, tuple[float, int]]:
+    """The sum of the rewards of each group, and their number."""
+    totals: dict[Group, tuple[float, int]] = {}
+    for row in rows:
+        total, count = totals.get(_group(row), (0.0, 0))
+        totals[_group(row)] = (total + row["reward"], count + 1)
+    return totals
+
+
+def _group(row: Row) -> Group:
     return row.get("step", 0), row["group"]  # a prompt that is drawn again has another group
 
 
@@ -168,18 +184,25 @@ def patterns_of(run: Path, *, step: int | None = None) -> tuple[list[int], list[
     return steps, paid_patterns(rows, read_rollouts(logged[min(logged)]))
 
 
-def render_patterns(patterns: Sequence[Pattern]) -> Table:
-    """A table of patterns."""
-    table = Table("pattern", "share at first", "share now", "extra reward", "prompts", "an example that has it")
+def cells(one: Pattern) -> tuple[str, ...]:
+    """The columns of a pattern, as in COLUMNS."""
+    example = " ".join(one.example.split())
+    return (
+        one.name,
+        f"{one.share_at_first:.1%}",
+        f"{one.share:.1%}",
+        f"{one.gain:+.3g} ± {2 * one.error:.2g}",
+        str(one.prompts),
+        example if len(example) <= 80 else f"{example[:77]}...",
+    )
+
+
+def render_patterns(patterns: Sequence[Pattern]) -> Any:
+    """A table of patterns for the terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*COLUMNS)
     for one in patterns:
-        example = " ".join(one.example.split())
-        cells: tuple[Any, ...] = (
-            one.name,
-            f"{one.share_at_first:.1%}",
-            f"{one.share:.1%}",
-            f"{one.gain:+.3g} ± {2 * one.error:.2g}",
-            str(one.prompts),
-            example if len(example) <= 80 else f"{example[:77]}...",
-        )
-        table.add_row(*map(Text, cells))
+        table.add_row(*map(Text, cells(one)))
     return table
