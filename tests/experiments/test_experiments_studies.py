@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 SWEEPS = [
     path
     for path in sorted(ROOT.glob("studies/*/*.yaml"))
-    if {"name", "seeds"} <= yaml.safe_load(path.read_text()).keys()
+    if {"name", "seeds"} <= (keys := yaml.safe_load(path.read_text()).keys()) and keys & {"recipe", "extends"}
 ]
 
 
