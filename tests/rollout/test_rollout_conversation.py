@@ -8,17 +8,20 @@ from concurrent.futures import Future
 from dataclasses import replace
 from itertools import count
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from flatpeak.episodes import episode_sampler
 from flatpeak.episodes.environments import Session
 from flatpeak.errors import StoppedError
 from flatpeak.policy.model import Policy
 from flatpeak.protocols import WrappedSampler
+from flatpeak.rollout.conversation import NextTurn
 from flatpeak.rollout.engine import NativeEngine
-from flatpeak.types import Group, Prompt
+from flatpeak.types import Group, Prompt, SamplingParams
 from flatpeak.utils.out_of_memory import Halvings
 from support.architectures import ARCHITECTURES, VOCABULARY, architecture_model
 from support.episodes import TOKENIZER, Game, asked, done, draw, sampler_of
@@ -74,6 +77,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "long turns": {"limits": {}},
     "one turn": {"limits": {"max_turns": 1, "max_tokens": 5}},
     "two turns": {"limits": {"max_turns": 2, "max_tokens": 5}},
+    "least length beyond a turn": {"min_new_tokens": 120, "stop": ("a", "e", " ")},
     "cold and filtered": {"temperature": 0.7, "top_p": 0.9, "stop": ("e",), "min_new_tokens": 2},
 }
 
@@ -160,8 +164,63 @@ class Held(Game):
 
 
 @pytest.mark.timeout(60)
-def test_an_answer_that_does_not_come_holds_up_no_other_episode() -> None:
-    assert episodes(NativeEngine(writer("native")), host=Held()) == episodes(NativeEngine(writer("native")))
+@pytest.mark.parametrize("rows", [512, 4])
+def test_an_answer_that_does_not_come_holds_up_no_other_episode(rows: int) -> None:
+    policy = writer("native")
+    assert episodes(NativeEngine(policy, max_rows=rows), host=Held()) == episodes(NativeEngine(policy))
+
+
+class Single:
+    """Answers each completion once: the first that ends a turn at once, the others when that one has ended."""
+
+    max_tokens = None
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+        self.waiting: list[int] = []
+
+    def begin(self, completions: Sequence[int]) -> None:
+        """Nothing is counted."""
+
+    def take(self, completion: int, turn: Any) -> bool:
+        """Answer first turns."""
+        self.waiting += [completion] if completion not in self.taken else []
+        self.taken.append(completion)
+        return completion in self.waiting
+
+    def answers(self, *, least: int, wait: bool) -> list[tuple[int, NextTurn]]:
+        """Those that may have an answer by now."""
+        first = self.taken[0]
+        ready = self.waiting if self.taken.count(first) > 1 else [c for c in self.waiting if c == first]
+        if len(ready) < least:
+            return []
+        self.waiting = [completion for completion in self.waiting if completion not in ready]
+        return [(completion, NextTurn(id=f"{completion}", added=[3])) for completion in ready]
+
+
+def test_an_answer_waits_for_no_other_where_few_completions_sample() -> None:
+    dialogue = Single()
+    sampling = SamplingParams(max_new_tokens=400, stop=("a", "e", "t", "o"))
+    engine = NativeEngine(writer("torch"))
+    assert sorted(engine.converse(PROMPTS, group_size=5, sampling=sampling, seed=0, dialogue=dialogue)) == [0, 1, 2, 3]
+    second_turn = dialogue.taken.index(dialogue.taken[0], 1)
+    assert len(set(dialogue.taken[:second_turn])) < 15  # others are still in their first turn
+
+
+def test_the_seconds_of_an_episode_begin_with_its_first_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, host = [0.0], Game()
+    step = host.step
+    monkeypatch.setattr(episode_sampler, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(host, "step", lambda *action: [clock.append(clock.pop() + 1), step(*action)][1])
+    engine = NativeEngine(writer("native"), max_rows=1)
+    untimed = episodes(engine, host=host)
+    longest = max(len(episode.turns) for group in untimed for episode in group.completions)
+    assert episodes(engine, host=host, limits={"max_tokens": 6, "timeout": float(longest)}) == untimed
+    assert episodes(engine, host=host, limits={"max_tokens": 6, "timeout": 1.0}) != untimed
+
+
+def test_no_prompts_have_no_episodes() -> None:
+    assert draw(sampler_of(NativeEngine(writer("native")), Game()), [], group_size=2) == []
 
 
 def test_episodes_go_on_turn_by_turn_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ class Run:
         return self
 
     def admit(self) -> None:
-        while admission := self.schedule.admit():
+        while admission := self.schedule.admit(sampling=self.rng.choice([None, self.rng.randint(0, len(self.slots))])):
             assert admission.completions
             assert len(admission.completions) == len(admission.slots) == len(admission.entries)
             for prompt, place in admission.new_prompts.items():
@@ -264,3 +264,16 @@ def test_prompts_that_are_left_move_to_the_first_places() -> None:
     assert plan.end([0, 2]) == [1]
     assert plan.compact() is None  # nothing is left
     assert plan.done
+
+
+def test_slots_that_do_not_sample_hold_up_no_completion_that_waits_for_a_slot() -> None:
+    schedule = Schedule([0], group_size=64, num_slots=32, batch_sizes=[32], compact_below=0.5)
+    assert len(schedule.admit().slots) == 32  # type: ignore[union-attr]
+    schedule.end([7, 9])
+    assert schedule.admit() is None
+    assert schedule.admit(sampling=22) is None  # two are fewer than an eighth of 24
+    admission = schedule.admit(sampling=16)
+    assert admission is not None and admission.slots == [7, 9]
+    assert schedule.admit(sampling=0) is None
+    schedule.end([30])
+    assert schedule.admit(sampling=0) is not None

@@ -12,7 +12,7 @@ The native engine draws all turns in one request, in which an episode keeps its 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from itertools import chain
@@ -85,7 +85,7 @@ class EpisodeSampler(WrappedSampler):
             ]
             for p, (prompt, session) in enumerate(started)
         }
-        settings: dict[str, Any] = {"sampling": sampling, "seed": seed}
+        settings: dict[str, Any] = {"group_size": group_size, "sampling": sampling, "seed": seed}
         finishing: dict[int, tuple[list[Episode], list[Completion], list[Future[Score]]]] = {}
         for p in chain(self._in_one_request(going, **settings), self._turn_by_turn(going, **settings)):
             completions = [episode.completion() for episode in going[p]]
@@ -96,22 +96,28 @@ class EpisodeSampler(WrappedSampler):
         for p, last in finishing.items():
             yield p, self._finished(*last)
 
-    def _in_one_request(self, going: dict[int, list[Episode]], *, sampling: SamplingParams, seed: int) -> Iterator[int]:
+    def _in_one_request(
+        self, going: dict[int, list[Episode]], *, group_size: int, sampling: SamplingParams, seed: int
+    ) -> Iterator[int]:
         """The groups as they end, in one request of a sampler that can converse; none by others."""
         prompts = [episodes[0].prompt for episodes in going.values()]
         dialogue = Answering(self, [episode for episodes in going.values() for episode in episodes])
+        if self.config.max_tokens is not None:  # the least length is the first turn's, also where that is cut
+            sampling = replace(sampling, min_new_tokens=min(sampling.min_new_tokens, self.config.max_tokens + 1))
         yield from self.sampler.converse(
-            prompts, group_size=len(going[0]), sampling=sampling, seed=seed, dialogue=dialogue
+            prompts, group_size=group_size, sampling=sampling, seed=seed, dialogue=dialogue
         )
 
-    def _turn_by_turn(self, going: dict[int, list[Episode]], *, sampling: SamplingParams, seed: int) -> Iterator[int]:
+    def _turn_by_turn(
+        self, going: dict[int, list[Episode]], *, group_size: int, sampling: SamplingParams, seed: int
+    ) -> Iterator[int]:
         """The groups as they end, in one request of any sampler for each turn of all episodes."""
         new = [p for p, episodes in going.items() if not all(episode.drawn for episode in episodes)]
         first = self._draw(
             [going[p][0].prompt for p in new],
             sampling.max_new_tokens,
             sampling,
-            group_size=len(going[new[0]]) if new else 1,
+            group_size=group_size,
             seed=seed,
         )
         for index, group in first if new else ():
@@ -144,11 +150,10 @@ class EpisodeSampler(WrappedSampler):
                 raise StoppedError("a signal asked to stop while tools were called")
         return future.result()
 
-    def wait_for_any(self, futures: Sequence[Future[Any] | None]) -> None:
+    def wait_for_any(self, futures: Collection[Future[Any]]) -> None:
         """Wait until one of these calls has a result, and a little for the others; unless a signal asks to stop."""
-        pending = {future for future in futures if future is not None}
-        wait(pending, timeout=TOGETHER_SECONDS)
-        while not wait(pending, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED).done:
+        wait(futures, timeout=TOGETHER_SECONDS)
+        while not wait(futures, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED).done:
             if self._stopping():
                 raise StoppedError("a signal asked to stop while tools were called")
 
@@ -297,25 +302,30 @@ class Answering:
         self.max_tokens = sampler.config.max_tokens
         self._sampler = sampler
         self._episodes = episodes
-        self._answering: dict[int, Episode] = {}
+        self._answering: dict[int, Future[Any]] = {}
+
+    def begin(self, completions: Sequence[int]) -> None:
+        """Count the seconds of these episodes from now on."""
+        for completion in completions:
+            self._episodes[completion].begun = time.monotonic()
 
     def take(self, completion: int, turn: Completion) -> bool:
         """Read a turn; False if it is not answered."""
         episode = self._episodes[completion]
         self._sampler.take(episode, turn)
         if episode.answering is not None:
-            self._answering[completion] = episode
+            self._answering[completion] = episode.answering
         return episode.answering is not None
 
     def answers(self, *, least: int, wait: bool) -> list[tuple[int, NextTurn | None]]:
         """The episodes with an answer, each with its next turn; see Dialogue."""
         if wait:
-            self._sampler.wait_for_any([episode.answering for episode in self._answering.values()])
-        done = [c for c, episode in self._answering.items() if episode.answering is None or episode.answering.done()]
-        if len(done) < least:
-            return []
-        return [(completion, self._next_turn(self._answering.pop(completion))) for completion in done]
+            self._sampler.wait_for_any(self._answering.values())
+        done = [completion for completion, answer in self._answering.items() if answer.done()]
+        return [(completion, self._next_turn(completion)) for completion in done] if len(done) >= least else []
 
-    def _next_turn(self, episode: Episode) -> NextTurn | None:
+    def _next_turn(self, completion: int) -> NextTurn | None:
+        del self._answering[completion]
+        episode = self._episodes[completion]
         self._sampler.read_answer(episode)
         return NextTurn(id=episode.next_id, added=episode.added[-1]) if episode.stop_reason is None else None

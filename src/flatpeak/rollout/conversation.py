@@ -1,8 +1,8 @@
 """A request whose completions have several turns: what follows a turn is appended, and the next turn is sampled.
 
 A completion keeps its slot while it is answered, and its keys: a turn costs its own new tokens. The tokens of all turns
-are in one row of the buffer, so `max_new_tokens` bounds the whole completion. Answers are appended when an eighth of
-the completions have one, because reading them costs a pass, or as soon as nothing else is left to do.
+are in one row of the buffer, so `max_new_tokens` bounds the whole completion. Reading answers costs a pass in which no
+completion samples: answers wait until there is one for every eight completions that sample, and no longer.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import torch
 
 from flatpeak.rollout.engine_request import Request
 from flatpeak.rollout.randomness import completion_keys
+from flatpeak.rollout.scheduler import Admission
 from flatpeak.types import Completion
 from flatpeak.utils.buckets import in_buckets
 
 TOGETHER: Final = 8
-"""Answers wait until one completion in this many has one, while others sample."""
+"""Answers wait until there is one for every so many completions that sample meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +50,10 @@ class Dialogue(Protocol):
         """
         ...
 
+    def begin(self, completions: Sequence[int]) -> None:
+        """Note that these completions begin: until now they have waited for a slot."""
+        ...
+
 
 @dataclass(kw_only=True)
 class Conversation(Request):
@@ -66,16 +71,15 @@ class Conversation(Request):
 
     def advance(self, num_tokens: int) -> list[int]:
         """Begin the turns that can begin, and sample; return the prompts whose groups this completes."""
-        return self._continue() or super().advance(num_tokens)
+        complete = self._continue(wait=False) or super().advance(num_tokens)
+        return complete or ([] if self.decoding else self._continue(wait=True))
 
     @torch.inference_mode()
-    def _continue(self) -> list[int]:
+    def _continue(self, *, wait: bool) -> list[int]:
         """Append answers; return the prompts whose groups are complete."""
         if not self.waiting:
             return []
-        decoding = self.decoding
-        least = (len(decoding) + len(self.waiting)) // TOGETHER if decoding else 1
-        answers = self.dialogue.answers(least=least, wait=not decoding)
+        answers = self.dialogue.answers(least=len(self.decoding) // TOGETHER, wait=wait)
         slot_of = {completion: slot for slot, completion in self.schedule.completion_in.items()}
         turns = {completion: turn for completion, turn in answers if turn is not None}
         for batch in in_buckets(list(turns), lambda c: 1 + len(turns[c].added), most=self.prefill_tokens):
@@ -92,6 +96,10 @@ class Conversation(Request):
         for completion, _ in answers:
             del self.waiting[completion]
         return self._free([slot_of[completion] for completion, turn in answers if turn is None])
+
+    def _begin(self, admission: Admission) -> None:
+        self.dialogue.begin(admission.completions)
+        super()._begin(admission)
 
     def _collect(self) -> list[int]:
         if self.dialogue.max_tokens is not None:

@@ -44,7 +44,7 @@ class Request:
     @torch.inference_mode()
     def advance(self, num_tokens: int) -> list[int]:
         """Sample `num_tokens` tokens for each completion in a slot; return the prompts whose groups this completes."""
-        while admission := self.schedule.admit():
+        while admission := self.schedule.admit(sampling=len(self.decoding)):
             self._begin(admission)
             complete = self._collect()
             if complete:

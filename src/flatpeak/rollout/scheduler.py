@@ -84,10 +84,15 @@ class Schedule:
         """The smallest number of slots that a step may decode and that is at least `count`."""
         return next(size for size in self._batch_sizes if size >= count)
 
-    def admit(self) -> Admission | None:
-        """Fill free slots from the queue once an eighth of the slots is free, because filling reads prompts."""
+    def admit(self, *, sampling: int | None = None) -> Admission | None:
+        """Fill free slots from the queue once an eighth of the slots is free, because filling reads prompts.
+
+        `sampling`: the occupied slots that sample, by default all; those that wait for something else do not count.
+        """
         free = self._num_slots - len(self.completion_in)
-        if not self._queue or (self.completion_in and free < min(len(self._queue), max(1, self._num_slots // 8))):
+        sampling = len(self.completion_in) if sampling is None else sampling
+        least = min(len(self._queue), max(1, (free + sampling) // 8)) if sampling else 1
+        if not self._queue or free < least:
             return None
         slots = [slot for slot in range(self._num_slots) if slot not in self.completion_in][: len(self._queue)]
         completions = [self._queue.popleft() for _ in slots]

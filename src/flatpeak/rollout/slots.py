@@ -190,17 +190,18 @@ class CompletionBuffer:
         """Read the last turns of these completions, which must all have ended, in this order."""
         index = torch.tensor(indices, device=self.lengths_N.device)
         ends = self.lengths_N.index_select(0, index).tolist()
-        turns = [slice(self._begins[completion], end) for completion, end in zip(indices, ends, strict=True)]
+        begins = [self._begins[completion] for completion in indices]
+        read = slice(min(begins), max(ends))
+        turns = [slice(begin - read.start, end - read.start) for begin, end in zip(begins, ends, strict=True)]
         stopped = self._stopped_N.index_select(0, index).tolist()
-        used = max(ends)
-        logprobs_KT = self._logprobs_NT.index_select(0, index)[:, :used]
+        logprobs_KT = self._logprobs_NT[:, read].index_select(0, index)
         if not bool(torch.isfinite(logprobs_KT).all()):
             raise DivergedError(
                 f"the model's logits are NaN or infinite: its weights have diverged or are damaged; {DIVERGED}"
             )
-        tokens = _cut(self._tokens_NT.index_select(0, index)[:, :used], turns)
+        tokens = _cut(self._tokens_NT[:, read].index_select(0, index), turns)
         logprobs = _cut(logprobs_KT, turns)
-        filtered = None if self._filtered_NT is None else _cut(self._filtered_NT.index_select(0, index), turns)
+        filtered = None if self._filtered_NT is None else _cut(self._filtered_NT[:, read].index_select(0, index), turns)
         texts = self._tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return [
             Completion(
@@ -209,7 +210,7 @@ class CompletionBuffer:
                 finish_reason="stop" if stopped[k] else "length",
                 text=texts[k],
                 filtered_logprobs=None if filtered is None else tuple(filtered[k]),
-                kept=None if filtered is None else tuple(self._kept[completion][turns[k]]),
+                kept=None if filtered is None else tuple(self._kept[completion][begins[k] : ends[k]]),
             )
             for k, completion in enumerate(indices)
         ]
