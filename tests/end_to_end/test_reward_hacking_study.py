@@ -2,6 +2,8 @@
 
 import importlib.util
 import math
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from flatpeak.experiments.config import only_arms, read_sweep
+from flatpeak.experiments.plan import build_plan
 from flatpeak.experiments.table import SweepTable
 
 pytestmark = pytest.mark.slow
@@ -20,6 +24,8 @@ FALL = "eval/signatures/sharpness/relative_fall_0.6.last"
 
 
 def loaded(name: str) -> ModuleType:
+    if str(STUDY) not in sys.path:
+        sys.path.insert(0, str(STUDY))  # the study's modules import each other
     spec = importlib.util.spec_from_file_location(f"study_{name}", STUDY / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -188,3 +194,113 @@ def test_sharpness_is_read_where_the_proxy_reward_first_reaches_a_level() -> Non
     assert set(falls["kl"]) == {0.7, 0.8}
     assert matched.paired_differences(falls, "kl", "none", 0.8) == [pytest.approx(0.2 - 0.25)]
     assert matched.paired_differences(falls, "kl", "none", 0.9) == []
+
+
+def curve(*points: tuple[float, float, float]) -> list[dict[str, float]]:
+    """The rows of a run: gold, exploit rate and KL of every 10 steps."""
+    names = ("reward/gold", "reward/exploit", "rollout/kl_sequence")
+    return [{"step": 10 * index, **dict(zip(names, point, strict=True))} for index, point in enumerate(points, start=1)]
+
+
+def test_a_run_is_stopped_where_the_other_seeds_have_the_most_gold() -> None:
+    stopping = loaded("early_stopping")
+    curves = {
+        1: curve((0.5, 0.0, 0.2), (0.9, 0.1, 1.0), (0.1, 0.8, 4.0)),
+        2: curve((0.6, 0.0, 0.1), (0.7, 0.0, 0.4), (0.8, 0.2, 2.0)),
+        3: curve((0.4, 0.0, 1.5), (0.3, 0.9, 6.0)),  # hacked and ended at step 20: it stays at 0.3
+    }
+    stop = stopping.stopped(curves, stopping.at_step, (10, 20, 30))
+    # Sums of the others. Seed 1: 1.0, 1.0, 1.1; seed 2: 0.9, 1.2, 0.4; seed 3: 1.1, 1.6, 0.9.
+    assert stop.thresholds == {1: 30, 2: 20, 3: 20}
+    assert stop.values("reward/gold") == [0.1, 0.7, 0.3]
+    assert stop.values("reward/exploit") == [0.8, 0.0, 0.9]
+    assert stopping.at_step(curves[3], 30) is curves[3][1]
+
+
+def test_a_budget_stops_a_run_at_the_first_steps_whose_kl_reaches_it_or_never() -> None:
+    stopping = loaded("early_stopping")
+    run = curve((0.5, 0.0, 0.2), (0.9, 0.1, 1.0), (0.1, 0.8, 0.7))
+    assert [stopping.at_budget(run, nats)["step"] for nats in (0.1, 0.2, 0.3, 1.0, 1.1)] == [10, 10, 20, 20, 30]
+    assert stopping.best_gold({1: run}) == [0.9]
+    assert stopping.first_gold({1: run}) == [0.5]
+
+
+def test_stops_are_paired_with_kl_to_the_end_of_the_same_seed() -> None:
+    stopping = loaded("early_stopping")
+    finals = table(*(row("kl", seed, hacked=False, gold=0.5 + 0.1 * seed, step=None) for seed in (1, 2)))
+    curves = {"none": {1: curve((0.7, 0.0, 1.0), (0.1, 0.9, 9.0)), 2: curve((0.9, 0.2, 1.0), (0.1, 0.9, 9.0))}}
+    kl, step, budget = stopping.bed_rows("flat", finals, curves)
+    assert kl == ["flat", "kl", "the end", "0.65 ± 0.64", "", "0.000 (0.000)", "0.600"]
+    # Differences 0.1 and 0.2; t of one degree of freedom is 12.706: 0.15 -+ 12.706 * 0.05.
+    assert step == ["flat", "none", "step 10", "0.8 ± 1.3", "+0.150 [-0.485, +0.785]", "0.100 (0.200)", "0.700"]
+    assert budget[2:] == ["0.062 nat", *step[3:]]
+
+
+def test_no_hacked_seed_is_shown_with_its_exact_bound() -> None:
+    estimates = loaded("estimates")
+    assert estimates.count([False] * 10) == f"0 (≤ {1 - 0.025 ** (1 / 10):.0%})" == "0 (≤ 31%)"
+    assert estimates.upper_end_of_zero(20) == pytest.approx(1 - 0.025 ** (1 / 20), rel=1e-9)
+    assert estimates.count([True, False, True]) == "2"
+
+
+def test_values_that_differ_by_rounding_are_tied_in_rank_correlations() -> None:
+    estimates = loaded("estimates")
+    # Average ranks 1.5, 1.5, 3, 4 against 1, 2, 3, 4: 4.5 / sqrt(4.5 * 5).
+    assert estimates.spearman([0.3, 0.1 + 0.2, 0.5, 0.6], [1, 2, 3, 4]) == pytest.approx(math.sqrt(0.9), rel=1e-12)
+    # Squared differences of ranks add up to 8, so that rho is 0.6: tanh(0.6931 -+ 1.95996 sqrt(1.18 / 2)).
+    assert estimates.spearman_with_interval([1, 2, 3, 4, 5], [2, 3, 1, 5, 4]) == "+0.60 [-0.67, +0.98]"
+
+
+def test_a_chosen_strength_at_the_edge_of_its_grid_is_named_beside_its_gold_on_other_seeds() -> None:
+    report = loaded("make_report")
+    golds = {"kl": {0.1: 0.2, 0.2: 0.6, 0.3: 0.5}, "resets": {0.1: 0.2, 0.2: 0.3, 0.3: 0.7}}
+    tuning = [
+        {**row(arm, seed, hacked=gold < 0.3, gold=gold, step=None), "kl.coefficient": strength}
+        for arm, grid in golds.items()
+        for strength, gold in grid.items()
+        for seed in (20, 21)
+    ]
+    results = [row("kl", 100, hacked=True, gold=0.1, step=9), row("kl", 101, hacked=False, gold=0.3, step=None)]
+    lines = report.tuning_table("tuning", table(*tuning), table(*results)).splitlines()
+    kl = next(line for line in lines if line.startswith("| kl |"))
+    assert kl == "| kl | 0.1: 0.200 | **0.2: 0.600** | 0.3: 0.500 | 0.6 (0 of 2) | 0.2 ± 1.3 (1 of 2) |"
+    assert lines[-1] == "At an edge of its grid: resets 0.3."
+
+
+def test_hacked_runs_are_compared_with_honest_ones_of_their_arm() -> None:
+    sharpness = loaded("sharpness_and_cheating")
+    runs = loaded("hypotheses").runs_of(
+        table(*(row("none", seed, hacked=seed < 3, gold=0.1, step=None) for seed in (1, 2, 3, 4))), "none"
+    )
+    falls = sharpness.by_outcome({1: 0.1, 2: 0.3, 3: 0.5, 4: 0.7}, runs.hacked())
+    assert falls == {True: [0.1, 0.3], False: [0.5, 0.7]}
+    # Welch's t of equal variances 0.02 has two degrees of freedom here: -0.4 -+ 4.3027 sqrt(0.02).
+    assert sharpness.less(falls) == "-0.400 [-1.008, +0.208]"
+    assert sharpness.less({True: [0.1], False: [0.5, 0.7]}) == ""
+    curves = {
+        seed: [
+            {"step": 10 * index, "reward/exploit": exploit, sharpness.SHARE: fall}
+            for index, (exploit, fall) in enumerate(points)
+        ]
+        for seed, points in {
+            1: [(None, 0.4), (0.04, 0.3), (0.2, 0.25), (0.6, 0.1)],
+            2: [(None, 0.5), (0.05, 0.4)],
+            3: [(None, 0.4), (0.0, 0.38), (0.0, 0.36), (0.0, 0.34)],
+            4: [(None, 0.4), (0.0, 0.34), (0.0, 0.3), (0.0, 0.3)],
+        }.items()
+    }
+    # Seed 1 ends at step 30 beside 0.34 and 0.3, seed 2 at step 10 beside 0.38 and 0.34.
+    assert sharpness.at_equal_steps(runs, curves, sharpness.SHARE) == pytest.approx([0.1 - 0.32, 0.4 - 0.36])
+    phases = [sharpness.in_phase(curves[1], sharpness.SHARE, *ends) for ends in sharpness.PHASES.values()]
+    assert phases == [[0.4, 0.3], [0.25], [0.1]]
+
+
+def test_commands_of_the_page_name_sweeps_that_can_be_planned() -> None:
+    page = (STUDY.parent / "reward_hacking.md").read_text(encoding="utf-8")
+    commands = re.findall(r"flatpeak sweep (studies/[^`\n]+)", page)
+    assert len(commands) == 13
+    for words in map(shlex.split, commands):
+        arms = [words[index + 1] for index, word in enumerate(words) if word == "--arm"]
+        config = read_sweep(ROOT / words[0], [word for word in words[1:] if "=" in word])
+        plan = build_plan(only_arms(config, arms) if arms else config, processes=1)
+        assert len(plan.runs) == (1 if arms else len(plan.runs)) > 0

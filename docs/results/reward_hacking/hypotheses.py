@@ -32,9 +32,13 @@ class Runs:
         """Gold reward over the final window."""
         return {seed: row["reward/gold.final"] for seed, row in self.rows.items()}
 
+    def cheating(self) -> dict[int, float]:
+        """The share of the final answers that cheat; of the flat kind, the mean share of the cheat."""
+        return {seed: row["reward/exploit.final"] for seed, row in self.rows.items()}
+
     def hacked(self) -> dict[int, bool]:
         """Whether at least half of the final answers cheat."""
-        return {seed: row["reward/exploit.final"] >= HACKED for seed, row in self.rows.items()}
+        return {seed: share >= HACKED for seed, share in self.cheating().items()}
 
     def step_of_hacking(self) -> dict[int, float]:
         """The first step at which the exploit rate averaged 0.5; the horizon where it never did."""

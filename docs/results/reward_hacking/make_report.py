@@ -1,4 +1,4 @@
-"""Regenerate the tables and figures of docs/results/reward_hacking.md from the committed tables of its sweeps.
+"""Regenerate the tables and figures of reward_hacking.md and sharpness_and_cheating.md from the committed tables.
 
     python docs/results/reward_hacking/make_report.py [--check] [--figures BED ...]
 
@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,12 +15,14 @@ from typing import Any
 
 from flatpeak.experiments.comparison import compare
 from flatpeak.experiments.comparison_report import draw_plots
-from flatpeak.experiments.statistics import mean_over_seeds
 from flatpeak.experiments.table import SweepTable, read_table
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+import early_stopping  # noqa: E402
+import sharpness_and_cheating  # noqa: E402
+from estimates import count, interval, markdown, mean  # noqa: E402
 from hypotheses import (  # noqa: E402
     Estimate,
     Registered,
@@ -32,12 +33,13 @@ from hypotheses import (  # noqa: E402
     runs_of,
     verdicts,
 )
-from matched_sharpness import LEVELS, falls_at_levels, paired_differences  # noqa: E402
 
 PAGE = HERE.parent / "reward_hacking.md"
+SHARPNESS_PAGE = HERE.parent / "sharpness_and_cheating.md"
 BEGIN, END = "<!-- study:begin -->", "<!-- study:end -->"
 BEDS = ("sharp", "flat", "learned", "dose-0.01", "dose-0.04", "dose-0.06", "large", "addition")
-TUNING = ("tuning", "large-tuning", "addition-tuning")
+TUNING = {"tuning": "sharp", "large-tuning": "large", "addition-tuning": "addition"}
+"""The tables of tuning seeds, and the bed that took its strengths from each."""
 FIGURES = (
     "strip_reward-gold.final.svg",
     "survival_reward-exploit.first.svg",
@@ -56,22 +58,25 @@ def main() -> int:
     given = parser.parse_args()
     check: bool = given.check
     names = (*TUNING, *BEDS, "matched")
-    tables = {name: read_table(HERE / f"{name}.csv") for name in names if (HERE / f"{name}.csv").is_file()}
-    files: dict[Path, str] = {}
-    content = [provenance(tables), *(tuning_table(name, tables[name]) for name in TUNING if name in tables)]
+    tables = {name: table for name in names if (table := table_of(name)) is not None}
+    curves = {name: table for name in tables if (table := table_of(f"{name}-curves")) is not None}
+    series = {name: early_stopping.curves_of(table) for name, table in curves.items()}
+    content = [provenance(tables)]
+    content += [tuning_table(name, tables[name], tables.get(bed)) for name, bed in TUNING.items() if name in tables]
     content += ["### Hypotheses", hypothesis_table(registered(tables)), hypothesis_table(registered_again(tables))]
-    for bed in BEDS:
-        if bed in tables:
-            content.append(arm_table(bed, tables[bed]))
-            figures = bed_figures(bed, tables[bed]) if bed in given.figures else {}
-            files |= {HERE / name: svg for name, svg in figures.items()}
-            shown = figures or [name for one in FIGURES if (HERE / (name := f"{bed}-{one}")).is_file()]
-            content += [f"![{name.removesuffix('.svg')}](reward_hacking/{name})" for name in shown]
-    matched = HERE / "matched-curves.csv"
-    content.append(matched_section(read_table(matched)) if matched.is_file() else "")
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    files[PAGE] = f"{before}{BEGIN}\n\n" + "\n\n".join(part for part in content if part) + f"\n\n{END}{after}"
+    files: dict[Path, str] = {}
+    for bed in (bed for bed in BEDS if bed in tables):
+        content.append(arm_table(bed, tables[bed], series.get(bed, {})))
+        figures = bed_figures(bed, tables[bed], curves.get(bed)) if bed in given.figures else {}
+        files |= {HERE / name: svg for name, svg in figures.items()}
+        shown = figures or [name for one in FIGURES if (HERE / (name := f"{bed}-{one}")).is_file()]
+        content += [f"![{name.removesuffix('.svg')}](reward_hacking/{name})" for name in shown]
+    content.append(early_stopping.section(tables, series))
+    if {"sharp", "matched"} <= series.keys():
+        runs = tables["sharp"], tables["matched"], curves["matched"]
+        files[SHARPNESS_PAGE] = filled(SHARPNESS_PAGE, [sharpness_and_cheating.content(*runs)])
+        files[HERE / "sharpness_and_cheating.svg"] = sharpness_and_cheating.figure(*runs)
+    files[PAGE] = filled(PAGE, content)
     stale = [path for path, text in files.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     for path in stale:
         print(("stale: " if check else "written: ") + path.relative_to(HERE.parents[2]).as_posix())
@@ -80,12 +85,25 @@ def main() -> int:
     return int(check and bool(stale))
 
 
+def table_of(name: str) -> SweepTable | None:
+    """A committed table; None where it is not there yet."""
+    path = HERE / f"{name}.csv"
+    return read_table(path) if path.is_file() else None
+
+
+def filled(page: Path, content: Sequence[str]) -> str:
+    """A page with new content between its marks."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n" + "\n\n".join(content) + f"\n\n{END}{after}"
+
+
 def provenance(tables: Mapping[str, SweepTable]) -> str:
-    """The commit and command behind each table."""
+    """The commit behind each table, and the command as it is today: the studies were in recipes/ when it ran."""
     rows = [
         [
             f"[{name}.csv](reward_hacking/{name}.csv)",
-            f"`{table.header['command']}`",
+            f"`{table.header['command'].replace('recipes/studies/', 'studies/')}`",
             table.header["commit"].split()[0][:10],
         ]
         for name, table in tables.items()
@@ -93,24 +111,42 @@ def provenance(tables: Mapping[str, SweepTable]) -> str:
     return "### Tables\n\n" + markdown(["Table", "Command", "Commit"], rows)
 
 
-def tuning_table(name: str, table: SweepTable) -> str:
-    """The mean final gold of every strength that was tried."""
+def tuning_table(name: str, table: SweepTable, results: SweepTable | None) -> str:
+    """The mean final gold of every strength that was tried, and how the chosen one did on tuning and other seeds."""
+    tried = tuned_runs(table)
+    rows: list[list[str]] = []
+    at_edge: list[str] = []
+    for arm, by_strength in tried.items():
+        golds = {strength: mean(list(runs.gold().values())) for strength, runs in by_strength.items()}
+        best = max(golds, key=lambda strength: golds[strength])
+        bold = {strength: "**" if strength == best else "" for strength in golds}
+        cells = [f"{bold[strength]}{strength}: {gold:.3f}{bold[strength]}" for strength, gold in golds.items()]
+        rows.append([arm, *cells, outcome(by_strength[best]), outcome(runs_of(results, arm))])
+        if best in (next(iter(golds)), next(reversed(golds))):
+            at_edge.append(f"{arm} {best}")
+    seeds = sorted({row["seed"] for row in table.rows})
+    title = f"### {name}\n\nMean final gold over seeds {seeds[0]} to {seeds[-1]}; the chosen strength in bold."
+    header = ["Arm", *(f"Strength {i}" for i in range(1, 5)), "Chosen (hacked)", "On the result seeds"]
+    edges = f"At an edge of its grid: {', '.join(at_edge)}."
+    return f"{title}\n\n{markdown(header, rows)}\n\n{edges}"
+
+
+def tuned_runs(table: SweepTable) -> dict[str, dict[str, Runs]]:
+    """The finished runs of every arm by the strength that was tried, in the order of its grid."""
     axes = [name for name in table.columns if name in AXES]
-    golds: dict[tuple[str, str], list[float]] = {}
+    rows: dict[str, dict[str, dict[int, Mapping[str, Any]]]] = {}
     for row in table.rows:
         value = next((text for name in axes if (text := AXES[name](row, row["arm"])) is not None), "")
         if row["status"] == "done":
-            golds.setdefault((row["arm"], value), []).append(row["reward/gold.final"])
-    best = {arm: max((mean(v), value) for (a, value), v in golds.items() if a == arm)[1] for arm, _ in golds}
-    rows: list[list[str]] = []
-    for arm in dict.fromkeys(arm for arm, _ in golds):
-        tried = [(value, own) for (tuned, value), own in golds.items() if tuned == arm]
-        cells = [f"{'**' if value == best[arm] else ''}{value}: {mean(own):.3f}{'**' if value == best[arm] else ''}"
-                 for value, own in tried]  # fmt: skip
-        rows.append([arm, *cells])
-    seeds = sorted({row["seed"] for row in table.rows})
-    title = f"### {name}\n\nMean final gold over seeds {seeds[0]} to {seeds[-1]}; the chosen strength in bold."
-    return f"{title}\n\n" + markdown(["Arm", *(f"Strength {i}" for i in range(1, 5))], rows)
+            rows.setdefault(row["arm"], {}).setdefault(value, {})[row["seed"]] = row
+    return {arm: {value: Runs(rows=own) for value, own in tried.items()} for arm, tried in rows.items()}
+
+
+def outcome(runs: Runs | None) -> str:
+    """Final gold of some runs, and how many of them were hacked."""
+    if runs is None:
+        return ""
+    return f"{interval(list(runs.gold().values()))} ({sum(runs.hacked().values())} of {len(runs.rows)})"
 
 
 def _of(key: str, *arms: str) -> Callable[[Mapping[str, Any], str], str | None]:
@@ -152,40 +188,44 @@ def hypothesis_row(one: Registered, estimate: Estimate | None, adjusted: float, 
     ]
 
 
-def arm_table(bed: str, table: SweepTable) -> str:
+def arm_table(bed: str, table: SweepTable, curves: early_stopping.Curves) -> str:
     """Every arm of a bed: hacked seeds, and means over seeds with 95% t intervals."""
     arms = list(dict.fromkeys(row["arm"] for row in table.rows))
-    rows = [arm_row(arm, runs) for arm in arms if (runs := runs_of(table, arm)) is not None]
+    rows = [arm_row(arm, runs, curves.get(arm, {})) for arm in arms if (runs := runs_of(table, arm)) is not None]
     unfinished = [f"{row['arm']} seed {row['seed']}" for row in table.rows if row["status"] != "done"]
     note = f"\n\nNot finished: {', '.join(unfinished)}." if unfinished else ""
-    header = ["Arm", "Seeds", "Hacked", "Final gold", "Step of hacking", *(title for title, _ in MEASURED)]
+    header = [*HEADER, *(title for title, _ in MEASURED)]
     measured = [index for index in range(len(header)) if any(row[index] for row in rows)]
-    table_of = [[row[index] for index in measured] for row in [header, *rows]]
-    return f"### {bed}\n\n" + markdown(table_of[0], table_of[1:]) + note
+    cells = [[row[index] for index in measured] for row in [header, *rows]]
+    return f"### {bed}\n\n" + markdown(cells[0], cells[1:]) + before_training(table) + note
 
 
-def matched_section(curves: SweepTable) -> str:
-    """The fall of every arm as its runs first reach each proxy reward, and its paired differences from none."""
-    falls = falls_at_levels(curves)
-    arms = list(dict.fromkeys(row["arm"] for row in curves.rows))
-    rows = [[arm, *(counted(list(falls.get(arm, {}).get(level, {}).values())) for level in LEVELS)] for arm in arms]
-    rows += [
-        [f"{arm} less none", *(counted(paired_differences(falls, arm, "none", level)) for level in LEVELS)]
-        for arm in arms
-        if arm != "none"
-    ]
-    title = (
-        "### Sharpness at matched proxy reward\n\nShare of the proxy reward lost under weight noise of 0.6, as a run "
-        "first reaches a\nproxy reward (evaluated every 10 steps); the number of seeds in brackets."
-    )
-    return f"{title}\n\n" + markdown(["Arm", *(f"at {level:g}" for level in LEVELS)], rows)
+def before_training(table: SweepTable) -> str:
+    """Gold on prompts that RL does not see, before RL; the beds evaluate twice, so that `.auc` is the mean of both."""
+    rows = {row["seed"]: row for row in table.rows if row["status"] == "done"}
+    starts = {
+        split: [
+            2 * row[name.removesuffix("last") + "auc"] - row[name]
+            for row in rows.values()
+            for name in row
+            if name.endswith(f"sampled/gold_{split}.last") and row[name] is not None
+        ]
+        for split in ("held_out", "perturbed")
+    }
+    known = [f"{split.replace('_', '-')} {interval(values)}" for split, values in starts.items() if values]
+    return f"\n\nGold before RL: {', '.join(known)}." if known else ""
 
 
-def counted(values: Sequence[float]) -> str:
-    """Mean and half of its interval, with the number of seeds."""
-    return f"{interval(values)} ({len(values)})" if values else ""
-
-
+HEADER = (
+    "Arm",
+    "Seeds",
+    "Hacked (half or more)",
+    "Cheating at the end",
+    "Gold at the start",
+    "Best 10 steps",
+    "Final gold",
+    "Step of hacking",
+)
 MEASURED = (
     ("Gold, held-out prompts", "gold_held_out.last"),
     ("Gold, perturbed prompts", "gold_perturbed.last"),
@@ -197,12 +237,13 @@ MEASURED = (
 """Further columns of an arm's row: a title, and how the table's column ends."""
 
 
-def arm_row(arm: str, runs: Runs) -> list[str]:
-    """One arm's row."""
+def arm_row(arm: str, runs: Runs, curves: Mapping[int, early_stopping.Curve]) -> list[str]:
+    """The row of an arm."""
     hacked = list(runs.hacked().values())
-    steps = list(runs.step_of_hacking().values())
-    further = [interval(column_values(runs, ending)) for _, ending in MEASURED]
-    return [arm, str(len(hacked)), str(sum(hacked)), interval(list(runs.gold().values())), interval(steps), *further]
+    golds = early_stopping.first_gold(curves), early_stopping.best_gold(curves), list(runs.gold().values())
+    means = [list(runs.cheating().values()), *golds, list(runs.step_of_hacking().values())]
+    means += [column_values(runs, ending) for _, ending in MEASURED]
+    return [arm, str(len(hacked)), count(hacked), *map(interval, means)]
 
 
 def column_values(runs: Runs, ending: str) -> list[float]:
@@ -211,36 +252,13 @@ def column_values(runs: Runs, ending: str) -> list[float]:
     return [row[name] for name in names[:1] for row in runs.rows.values() if row[name] is not None]
 
 
-def bed_figures(bed: str, table: SweepTable) -> dict[str, str]:
+def bed_figures(bed: str, table: SweepTable, curves: SweepTable | None) -> dict[str, str]:
     """The figures of a bed that the page shows, by file name."""
-    curves = HERE / f"{bed}-curves.csv"
     columns = [name for name in ("reward/gold.final", "reward/exploit.first") if name in table.columns]
-    drawn = draw_plots(
-        compare(table, metrics=columns, baseline="none"), read_table(curves) if curves.is_file() else None
-    )
+    drawn = draw_plots(compare(table, metrics=columns, baseline="none"), curves)
     by_slug = {name.lower().replace("_", "-"): svg for name, svg in drawn.items()}
     wanted = {name: by_slug.get(name.lower().replace("_", "-")) for name in FIGURES}
     return {f"{bed}-{name}": svg for name, svg in wanted.items() if svg is not None}
-
-
-def interval(values: Sequence[float]) -> str:
-    """Mean and half of its 95% t interval; empty without values."""
-    if not values:
-        return ""
-    one = mean_over_seeds(list(values))
-    half = one.high - one.estimate
-    return f"{one.estimate:.3g}" if math.isnan(half) else f"{one.estimate:.3g} ± {half:.2g}"
-
-
-def mean(values: Sequence[float]) -> float:
-    """The mean of some values."""
-    return sum(values) / len(values)
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 if __name__ == "__main__":
