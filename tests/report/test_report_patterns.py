@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
+from statistics import fmean, pvariance
 from typing import Any
 
 import pytest
@@ -42,12 +44,22 @@ def rows(
     return made
 
 
+def rewards_by_group(made: list[dict[str, Any]]) -> list[list[float]]:
+    """The rewards of each group."""
+    groups: dict[str, list[float]] = {}
+    for row in made:
+        groups.setdefault(row["group"], []).append(row["reward"])
+    return list(groups.values())
+
+
 def test_a_cheat_is_the_first_pattern_and_no_prompts_own_answer_is_one() -> None:
     found = paid_patterns(rows(cheat="as an expert"), rows(cheat="as an expert", share=0.1, seed=1))
     first = found[0]
     assert first.name == "'as an expert'"
     assert first.gain == pytest.approx(1.0, abs=0.15)
     assert first.prompts == 12
+    spread = math.sqrt(fmean(pvariance(rewards) for rewards in rewards_by_group(rows(cheat="as an expert"))))
+    assert first.spreads == pytest.approx(first.gain / spread)
     assert first.share == pytest.approx(0.3, abs=0.1)
     assert first.share_at_first == pytest.approx(0.1, abs=0.06)
     assert "as an expert" in first.example

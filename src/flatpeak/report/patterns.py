@@ -33,7 +33,15 @@ MOST_PIECES: Final = 200_000
 """Words or characters that are read: of long completions their beginnings and ends."""
 POOLED: Final = 5
 """Logged steps whose groups count together, because a rare pattern is in few groups of a step."""
-COLUMNS: Final = ("pattern", "share at first", "share now", "extra reward", "prompts", "an example that has it")
+COLUMNS: Final = (
+    "pattern",
+    "share at first",
+    "share now",
+    "extra reward",
+    "in spreads",
+    "prompts",
+    "an example that has it",
+)
 _LONGER, _CUT, _REPEATS = "longer than its group's median", "cut by a limit", "repeats itself three times"
 _WORDS: Final = re.compile(r"\w+|[^\w\s]")
 
@@ -49,8 +57,10 @@ class Pattern:
     """Of those of the first logged step."""
     gain: float
     """The reward with it less the reward without it in the same group, averaged over groups and then over prompts."""
+    spreads: float
+    """The gain in standard deviations of the rewards within groups: from 2 on, more than answers usually differ by."""
     error: float
-    """The standard error of this mean."""
+    """The standard error of the gain."""
     prompts: int
     """Those with a group that has completions with and without it."""
     example: str
@@ -66,6 +76,8 @@ def paid_patterns(rows: Sequence[Row], first: Sequence[Row], *, most: int = 10) 
     having = _having(rows, by_characters=by_characters)
     at_first = _having(first, by_characters=by_characters)
     totals = _totals(rows)
+    squares = sum(row["reward"] ** 2 for row in rows) - sum(total**2 / count for total, count in totals.values())
+    spread = math.sqrt(max(squares / max(1, len(rows)), 0.0)) or 1.0
     tried = {
         name: gains
         for name, members in having.items()
@@ -82,6 +94,7 @@ def paid_patterns(rows: Sequence[Row], first: Sequence[Row], *, most: int = 10) 
             share=len(having[name]) / len(rows),
             share_at_first=len(at_first.get(name, ())) / max(1, len(first)),
             gain=means[name],
+            spreads=means[name] / spread,
             error=_error(tried[name]),
             prompts=len(tried[name]),
             example=max((rows[index] for index in having[name]), key=lambda row: row["reward"])["text"],
@@ -192,6 +205,7 @@ def cells(one: Pattern) -> tuple[str, ...]:
         f"{one.share_at_first:.1%}",
         f"{one.share:.1%}",
         f"{one.gain:+.3g} ± {2 * one.error:.2g}",
+        f"{one.spreads:.1f}",
         str(one.prompts),
         example if len(example) <= 80 else f"{example[:77]}...",
     )
