@@ -102,6 +102,7 @@ def test_rewards_by_name_say_what_is_right(rewards: tuple[str, ...], accuracy: s
     assert (config.evaluation.accuracy, config.evaluation.metric) == (accuracy, metric)
 
 
+@pytest.mark.slow  # whole runs
 def test_a_result_has_its_figures_as_tables_and_plots(run: flatpeak.RunResult) -> None:
     assert repr(run).startswith(f"RunResult({run.path.as_posix()}: done after step 2, ")
     assert len(repr(run)) < len(str(run.path)) + 80
@@ -117,6 +118,7 @@ def test_a_result_has_its_figures_as_tables_and_plots(run: flatpeak.RunResult) -
         run.rollouts(9)
 
 
+@pytest.mark.slow  # whole runs
 def test_a_run_made_before_is_loaded_from_its_directory(run: flatpeak.RunResult, tmp_path: Path) -> None:
     loaded = flatpeak.load_run(run.path)
     assert (loaded.path, loaded.report, loaded.exit_code, loaded.best) == (run.path, run.report, 0, run.best)
@@ -134,6 +136,7 @@ def test_the_recipe_of_such_a_call_trains_by_grpo() -> None:
     assert (ours.advantage, ours.objective) == (grpo.advantage, grpo.objective)
 
 
+@pytest.mark.slow  # whole runs
 def test_a_resumed_run_says_that_its_rows_have_changed(
     base: Path, train: Train, tmp_path: Path, watch: Callable[..., Watcher]
 ) -> None:
@@ -151,6 +154,7 @@ def test_a_resumed_run_says_that_its_rows_have_changed(
     assert notice.startswith("the data of dataset=... from Python has changed since the run was last started: ")
 
 
+@pytest.mark.slow  # whole runs
 def test_errors_of_a_call_from_python_name_its_arguments(
     run: flatpeak.RunResult, base: Path, train: Train, tmp_path: Path
 ) -> None:
