@@ -1,6 +1,6 @@
-"""Write runs.csv and what docs/results/agents.md has between its marks, from the runs of the commands there.
+"""Write runs.csv, the picture, and what docs/results/agents.md has between its marks, from the runs of its commands.
 
-python docs/results/agents/make_report.py runs/tools-* runs/no-tools-*
+python docs/results/agents/make_report.py runs/tools-? runs/no-tools-?    # without runs: the picture alone
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 
 import yaml
 
+from flatpeak.report.canvas import svg_canvas, tidy
+
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "agents.md"
 TABLE = HERE / "runs.csv"
@@ -28,12 +30,16 @@ SHOWN = (0, 3, 4, 7, 9, 14)
 
 
 def main(directories: list[Path]) -> None:
-    """Write the CSV file, and the page between its marks."""
+    """Write the CSV file, the picture, and the page between its marks."""
+    if not directories:
+        (HERE / "accuracy.svg").write_text(picture(), encoding="utf-8")
+        return
     rows = [read_run(directory) for directory in directories]
     with TABLE.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+    (HERE / "accuracy.svg").write_text(picture(), encoding="utf-8")
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
     PAGE.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{transcripts(directories[0])}\n\n{END}{after}", encoding="utf-8")
@@ -79,6 +85,34 @@ def table() -> str:
         training = f"{float(row['reward.first']):.2f}, {float(row['reward.last']):.2f}"
         lines.append([row["seed"], row["arm"], *(cell(row, stage) for stage in STAGES), training, row["seconds"]])
     return markdown(lines)
+
+
+def picture() -> str:
+    """Held-out accuracy by stage, a line for each seed and arm, from the CSV file."""
+    with TABLE.open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    with svg_canvas("agents", (7.0, 3.6)) as (figure, text):
+        axes = figure.subplots()
+        for number, row in enumerate(rows):
+            stages = [stage for stage in STAGES if row[f"{stage}.accuracy"]]
+            places = [list(STAGES).index(stage) + 0.06 * (number - 2) for stage in stages]
+            values, lows, highs = (
+                [float(row[f"{stage}.{name}"]) for stage in stages] for name in ("accuracy", "low", "high")
+            )
+            errors = [
+                [value - low for value, low in zip(values, lows, strict=True)],
+                [high - value for value, high in zip(values, highs, strict=True)],
+            ]
+            style = "-" if row["arm"] == "tools" else ":"
+            axes.errorbar(
+                places, values, errors, marker="o", linestyle=style, label=f"{row['arm']}, seed {row['seed']}"
+            )
+        tidy(axes)
+        axes.set_xticks(range(len(STAGES)), list(STAGES.values()))
+        axes.set_ylim(0, 1)
+        axes.set_ylabel("held-out accuracy")
+        axes.legend(frameon=False, loc="upper left")
+    return text.getvalue()
 
 
 def cell(row: dict[str, str], stage: str) -> str:
