@@ -72,6 +72,16 @@ def test_random_answers_have_no_pattern() -> None:
     assert paid_patterns(quiet, quiet) == []
 
 
+def test_equal_gains_of_a_few_prompts_are_no_pattern() -> None:
+    made = []
+    for prompt in range(5):  # in each, the only answer with the word is right, and one of the others is wrong
+        for index in range(8):
+            reward, text = float(index != 7), "yes indeed" if index == 0 else f"no {prompt} {index}"
+            row = {"group": f"g{prompt}", "prompt": f"p{prompt}", "text": text, "token_ids": [1], "reward": reward}
+            made.append(row | {"finish_reason": "stop"})
+    assert paid_patterns(made, made) == []
+
+
 def test_length_cuts_and_repetition_are_patterns_too() -> None:
     made = rows(seed=5)
     for index, row in enumerate(made):

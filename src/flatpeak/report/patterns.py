@@ -81,9 +81,9 @@ def paid_patterns(rows: Sequence[Row], first: Sequence[Row], *, most: int = 10) 
     tried = {
         name: gains
         for name, members in having.items()
-        if len(members) >= FEWEST_PROMPTS and len(gains := _gains(rows, totals, members)) >= FEWEST_PROMPTS
+        if len(members) >= FEWEST_PROMPTS and (gains := _gains(rows, totals, members, spread=spread)).prompts
     }
-    means = {name: fmean(gains) for name, gains in tried.items() if _chance(gains) * len(tried) < LEVEL}
+    means = {name: gains.mean for name, gains in tried.items() if gains.chance * len(tried) < LEVEL}
     chosen: list[str] = []
     for name in sorted(means, key=lambda name: (-round(means[name] * len(having[name]), 6), -len(name))):
         if not any(_is_of(name, other, having=having, means=means) for other in chosen):
@@ -95,8 +95,8 @@ def paid_patterns(rows: Sequence[Row], first: Sequence[Row], *, most: int = 10) 
             share_at_first=len(at_first.get(name, ())) / max(1, len(first)),
             gain=means[name],
             spreads=means[name] / spread,
-            error=_error(tried[name]),
-            prompts=len(tried[name]),
+            error=tried[name].error,
+            prompts=tried[name].prompts,
             example=max((rows[index] for index in having[name]), key=lambda row: row["reward"])["text"],
         )
         for name in chosen[:most]
@@ -134,21 +134,52 @@ def _runs_of(pieces: Sequence[str], joint: str) -> Iterator[str]:
             yield f"'{joint.join(pieces[at : at + length])}'"
 
 
-def _gains(rows: Sequence[Row], totals: dict[Group, tuple[float, int]], members: Iterable[int]) -> list[float]:
-    """For each prompt, the mean reward with a pattern less that without it, averaged over groups that have both."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Gains:
+    """The gain of a pattern: the mean over prompts, and its standard error."""
+
+    mean: float = 0.0
+    error: float = 1.0
+    prompts: int = 0
+
+    @property
+    def chance(self) -> float:
+        """The one-sided p of Student's t test that the mean is above 0, by Wallace's approximation (1959)."""
+        if self.mean <= 0 or not self.error:
+            return float(self.mean <= 0)
+        t, freedom = self.mean / self.error, self.prompts - 1
+        z = math.sqrt(freedom * math.log1p(t * t / freedom)) * (8 * freedom + 1) / (8 * freedom + 3)
+        return math.erfc(z / math.sqrt(2)) / 2
+
+
+def _gains(
+    rows: Sequence[Row], totals: dict[Group, tuple[float, int]], members: Iterable[int], *, spread: float
+) -> _Gains:
+    """The mean reward with a pattern less that without it, over the groups of a prompt that have both, then prompts.
+
+    Its error is at least what the spread of rewards within groups makes it: equal gains of a few prompts are no proof,
+    and rewards of 0 and 1 often give equal gains.
+    """
     having: dict[Group, list[float]] = {}
     prompts: dict[Group, str] = {}
     for index in sorted(members):
         row = rows[index]
         having.setdefault(_group(row), []).append(row["reward"])
         prompts[_group(row)] = row["prompt"]
-    by_prompt: dict[str, list[float]] = {}
+    by_prompt: dict[str, list[tuple[float, float]]] = {}
     for group, rewards in having.items():
         total, count = totals[group]
         if len(rewards) < count:
             others = (total - sum(rewards)) / (count - len(rewards))
-            by_prompt.setdefault(prompts[group], []).append(fmean(rewards) - others)
-    return [fmean(gains) for gains in by_prompt.values()]
+            share = 1 / len(rewards) + 1 / (count - len(rewards))
+            by_prompt.setdefault(prompts[group], []).append((fmean(rewards) - others, share))
+    number = len(by_prompt)
+    if number < FEWEST_PROMPTS:
+        return _Gains()
+    gains = [fmean(gain for gain, _ in of_prompt) for of_prompt in by_prompt.values()]
+    within = sum(sum(share for _, share in of_prompt) / len(of_prompt) ** 2 for of_prompt in by_prompt.values())
+    error = max(stdev(gains) / math.sqrt(number), spread * math.sqrt(within) / number)
+    return _Gains(mean=fmean(gains), error=error, prompts=number)
 
 
 def _totals(rows: Sequence[Row]) -> dict[Group, tuple[float, int]]:
@@ -162,20 +193,6 @@ def _totals(rows: Sequence[Row]) -> dict[Group, tuple[float, int]]:
 
 def _group(row: Row) -> Group:
     return row.get("step", 0), row["group"]  # a prompt that is drawn again has another group
-
-
-def _error(gains: Sequence[float]) -> float:
-    return stdev(gains) / math.sqrt(len(gains))
-
-
-def _chance(gains: Sequence[float]) -> float:
-    """The one-sided p of Student's t test that the mean is above 0, by Wallace's approximation (1959)."""
-    mean, error, freedom = fmean(gains), _error(gains), len(gains) - 1
-    if mean <= 0 or not error:
-        return float(mean <= 0)
-    t = mean / error
-    z = math.sqrt(freedom * math.log1p(t * t / freedom)) * (8 * freedom + 1) / (8 * freedom + 3)
-    return math.erfc(z / math.sqrt(2)) / 2
 
 
 def _is_of(name: str, other: str, *, having: dict[str, set[int]], means: dict[str, float]) -> bool:
