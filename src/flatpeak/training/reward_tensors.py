@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from flatpeak.errors import UserError
 from flatpeak.functional.advantage_functions import limit_spreads, whiten
 from flatpeak.functional.advantages import group_advantages, returns_to_go
-from flatpeak.training.batch import on_trained_tokens, per_token
+from flatpeak.training.batch import mean_of_trained, of_first_tokens, on_trained_tokens, per_token
 from flatpeak.training.config import DynamicSamplingConfig
 from flatpeak.training.objective import KL_ESTIMATORS
 from flatpeak.training.objective_config import AdvantageConfig, KLConfig, ObjectiveConfig
@@ -237,6 +237,12 @@ class Advantages:
         advantages_PGK = torch.stack([self(*turn) for turn in rewards.turns.each(rewards.valid_PG)], dim=-1)
         lengths_N = rewards.turns.lengths_PGK[chosen_PG].flatten()
         return advantages_PGK[chosen_PG].flatten().repeat_interleave(lengths_N)
+
+    def of_completions(self, advantages_T: Tensor, completions: PackedCompletions, *, without_N: Tensor) -> Tensor:
+        """One advantage [N] for each completion's log: that of its first token, or with credit by turn the mean."""
+        if self.config.credit == "turn":
+            return mean_of_trained(advantages_T, completions)
+        return of_first_tokens(advantages_T, completions, without_N=without_N)
 
     def per_token(
         self,

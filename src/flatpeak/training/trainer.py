@@ -18,7 +18,7 @@ from flatpeak.policy.reference import ReferenceResets
 from flatpeak.protocols import Sampler
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.rollout.randomness import derive_seed
-from flatpeak.training.batch import collate, mean_of_trained, minibatches, of_first_tokens, per_token, take
+from flatpeak.training.batch import collate, minibatches, per_token, take
 from flatpeak.training.collect import Rollouts, advantage_inputs, collect, pass_rates, rollout_seed, with_greedy
 from flatpeak.training.config import TrainingConfig
 from flatpeak.training.curriculum import Phase, Progression, take_prompts
@@ -217,10 +217,7 @@ class Trainer(StageTrainer):
         advantages_PG = self.group_advantages(rewards.rewards_PG, valid_PG, **inputs)
         advantages_N, turns_T = advantages_PG[valid_PG], self.group_advantages.by_turn(rewards, valid_PG)
         advantages_T = self.group_advantages.per_token(advantages_N, completions, penalties_T, turns_T)
-        if turns_T is None:
-            logged_N = of_first_tokens(advantages_T, completions, without_N=advantages_N)
-        else:
-            logged_N = mean_of_trained(advantages_T, completions)
+        logged_N = self.group_advantages.of_completions(advantages_T, completions, without_N=advantages_N)
         return advantages_PG.masked_scatter(valid_PG, logged_N.cpu()), advantages_T
 
     def minibatches(
