@@ -127,9 +127,6 @@ class HistoryDecoder:
             state.entries[entry] = value
         return self.table[hashes]
 
-    def extend(self, state: HistoryState, slots, kept, tokens) -> Tensor:
-        raise NotImplementedError
-
     def decode(self, state: HistoryState, tokens_R: Tensor) -> Tensor:
         rows = len(tokens_R)
         self.decoded.append(rows)

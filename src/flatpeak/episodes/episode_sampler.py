@@ -113,18 +113,14 @@ class EpisodeSampler(WrappedSampler):
     ) -> Iterator[int]:
         """The groups as they end, in one request of any sampler for each turn of all episodes."""
         new = [p for p, episodes in going.items() if not all(episode.drawn for episode in episodes)]
-        first = self._draw(
-            [going[p][0].prompt for p in new],
-            sampling.max_new_tokens,
-            sampling,
-            group_size=group_size,
-            seed=seed,
-        )
-        for index, group in first if new else ():
-            for episode, completion in zip(going[new[index]], group.completions, strict=True):
-                if not episode.drawn:
-                    episode.version = group.version
-                    self.take(episode, completion)
+        if new:
+            prompts = [going[p][0].prompt for p in new]
+            first = self._draw(prompts, sampling.max_new_tokens, sampling, group_size=group_size, seed=seed)
+            for index, group in first:
+                for episode, completion in zip(going[new[index]], group.completions, strict=True):
+                    if not episode.drawn:
+                        episode.version = group.version
+                        self.take(episode, completion)
         sampling = replace(sampling, min_new_tokens=0)  # of the first turn
         while going:
             for episode in (episode for episodes in going.values() for episode in episodes):

@@ -20,13 +20,14 @@ from collections.abc import Sequence
 from itertools import groupby
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatpeak.kernels.block_attention import SUM_COLUMNS, AttentionRule
 from flatpeak.kernels.decode_attention import decode_attention
 from flatpeak.kernels.prompt_tiles import PromptTiles
 from flatpeak.policy.kv_cache import KeyValueCache
 from flatpeak.policy.packing import fill, offsets
+from flatpeak.policy.training_attention import last_hidden
 
 LEAST_QUERIES = 4
 """The slots of a prompt are padded to a multiple of this, because products of fewer query rows round differently."""
@@ -159,12 +160,13 @@ class Extension:
         self._columns_T = torch.repeat_interleave(torch.tensor(kept, device=device), counts_K) + within_T
         self._slot_T = torch.repeat_interleave(slots_K, counts_K)
         before_T = torch.repeat_interleave(torch.tensor(self._prompt_lengths, device=device), counts_K)
-        self.tokens_T = fill(torch.tensor([token for token_ids in tokens for token in token_ids], device=device))
-        """int64: the new tokens, filled up."""
-        self.positions_T = fill(before_T + self._columns_T)
-        """int64: their positions, filled up."""
-        self.last_K = counts_K.cumsum(0) - 1
-        """int64 [K]: the last new token of each slot."""
+        self._tokens_T = fill(torch.tensor([token for token_ids in tokens for token in token_ids], device=device))
+        self._positions_T = fill(before_T + self._columns_T)
+        self._last_K = counts_K.cumsum(0) - 1
+
+    def hidden(self, trunk: nn.Module) -> Tensor:
+        """The last hidden states after the last new token of each slot, [K, D]."""
+        return last_hidden(trunk, self._tokens_T[None], self._positions_T[None], self)[0].index_select(0, self._last_K)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """Store the keys and values of the new tokens, and attend over all; see AttentionContext."""

@@ -312,9 +312,8 @@ class Policy:
         if isinstance(state, NativeCache):
             return state.extend(slots, kept, tokens)
         self._evaluate()
-        extension = Extension(state, slots, kept, tokens)
-        hidden_TD = last_hidden(self.trunk, extension.tokens_T[None], extension.positions_T[None], extension)[0]
-        return self.head.logits(fill(hidden_TD.index_select(0, extension.last_K)))[: len(slots)]
+        hidden_KD = Extension(state, slots, kept, tokens).hidden(self.trunk)
+        return self.head.logits(fill(hidden_KD))[: len(slots)]
 
     def decode(self, state: Cache, tokens_R: Tensor) -> Tensor:
         """Append a token to each of the first R slots; see protocols.Decoder."""
