@@ -15,10 +15,10 @@ from flatpeak.errors import UserError
 from flatpeak.protocols import Sampler
 from flatpeak.report.explain_group import explain
 from flatpeak.report.page import write_report
-from flatpeak.runs.metrics import read_metrics
 from flatpeak.types import Completion, Group, Prompt, SamplingParams
 from support import distributed_runs
 from support.commands import command
+from support.games import CHARACTERS, WON, WORDS, game, metrics_of, rows_of
 from support.ranks import Ranks
 from support.resumes import MakeRun, Whole, assert_same
 from support.runs import Recipe, Train, quick_train, tiny_recipe
@@ -67,12 +67,7 @@ def fail(a: int) -> int:
 def no_tool(a):
     pass
 '''
-WORDS = "<call>add(a={a},b={b})</call><result>{answer}</result>{answer}"
-CHARACTERS: dict[str, Any] = {"tokenizer": {"type": "characters"}, "config": {"max_position_embeddings": 128}}
-"""Of the rationales, and so also of calls and answers."""
 LONG = {"new": {"config": {"max_position_embeddings": 600}}}
-WON: Any = {"rewards": {"won": {"type": "environment"}}, "evaluation": {"accuracy": None, "metric": "reward"}}
-"""A reward of the environment's alone."""
 
 
 @pytest.fixture(scope="module")
@@ -81,29 +76,6 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("code") / "acting.py"
     path.write_text(CODE)
     return str(path)
-
-
-def game(code: str, **sections: Any) -> dict[str, Any]:
-    """The sections of a game in up to three turns of up to four tokens."""
-    base = {
-        "model": {"new": CHARACTERS},
-        "task": {"rationale": WORDS},
-        "environment": f"{code}:Even",
-        "episodes": {"max_tokens": 4},
-        "rollout": {"max_new_tokens": 60},
-        **WON,
-    }
-    return merge(base, sections)
-
-
-def rows_of(run: Path, step: int = 1) -> list[dict[str, Any]]:
-    """The rollouts of a step."""
-    return [json.loads(line) for line in (run / "rollouts" / f"step_{step:06}.jsonl").read_text().splitlines()]
-
-
-def metrics_of(run: Path, stage: str = "train") -> list[dict[str, Any]]:
-    """The metrics of a stage's steps."""
-    return [row for row in read_metrics(run / "metrics.jsonl") if row["stage"] == stage]
 
 
 class Script(Sampler):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,10 +22,10 @@ from flatpeak.protocols import Sampler
 from flatpeak.report.explain_group import explain, render
 from flatpeak.report.page import write_report
 from flatpeak.rewards.workers.pool import WorkerPool
-from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.rollout_log import turn_rewards
 from support import distributed_runs
 from support.episodes import LocalHost, Scripted, asked, draw, sampler_of
+from support.games import game, metrics_of, rows_of
 from support.ranks import Ranks
 from support.resumes import EVERYTHING, assert_same, outcome
 from support.runs import Recipe, Send, Train, Watcher, quick_train, tiny_recipe
@@ -79,7 +78,6 @@ class Sum:
     def reward(self):
         return 1.0
 '''
-WORDS = "<call>add(a={a},b={b})</call><result>{answer}</result>{answer}"
 
 
 @pytest.fixture(scope="module")
@@ -90,27 +88,9 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def game(code: str, name: str = "Even", **sections: Any) -> dict[str, Any]:
-    """The sections of a game in turns of up to four tokens, with credit by turn."""
-    base = {
-        "model": {"new": {"tokenizer": {"type": "characters"}, "config": {"max_position_embeddings": 128}}},
-        "task": {"rationale": WORDS},
-        "environment": f"{code}:{name}",
-        "episodes": {"max_tokens": 4},
-        "rollout": {"max_new_tokens": 60},
-        "rewards": {"won": {"type": "environment"}},
-        "evaluation": {"accuracy": None, "metric": "reward"},
-        "advantage": {"credit": "turn"},
-    }
-    return merge(base, sections)
-
-
-def rows_of(run: Path, step: int = 1) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "rollouts" / f"step_{step:06}.jsonl").read_text().splitlines()]
-
-
-def metrics_of(run: Path) -> list[dict[str, Any]]:
-    return [row for row in read_metrics(run / "metrics.jsonl") if row["stage"] == "train"]
+def credited(code: str, name: str = "Even", **sections: Any) -> dict[str, Any]:
+    """The sections of a game with credit by turn."""
+    return merge(game(code, name, advantage={"credit": "turn"}), sections)
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +151,7 @@ def expected_advantages(rows: list[dict[str, Any]]) -> list[float]:
 def test_a_run_learns_from_the_returns_of_turns_and_shows_their_rewards(
     train: Train, recipe: Recipe, code: str
 ) -> None:
-    run = Path(train(recipe(**game(code)), progress=False).path)
+    run = Path(train(recipe(**credited(code)), progress=False).path)
     for step in (1, 2):
         rows = rows_of(run, step)
         groups = {row["group"]: [one for one in rows if one["group"] == row["group"]] for row in rows}
@@ -207,10 +187,10 @@ def test_rows_of_older_files_have_no_rewards_of_turns() -> None:
 def test_credit_by_episode_is_the_default_and_logs_the_rewards_of_turns_too(
     train: Train, recipe: Recipe, code: str
 ) -> None:
-    by_default = game(code)
+    by_default = credited(code)
     del by_default["advantage"]
     runs = {}
-    for name, sections in (("default", by_default), ("episode", game(code, advantage={"credit": "episode"}))):
+    for name, sections in (("default", by_default), ("episode", credited(code, advantage={"credit": "episode"}))):
         config = recipe(**merge(sections, {"run": {"name": name}, "training": {"steps": 1}}))
         runs[name] = rows_of(Path(train(config, progress=False).path))
     assert runs["default"] == runs["episode"]
@@ -248,7 +228,7 @@ COMBINED: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMBINED)
 def test_credit_by_turn_goes_with_other_parts_of_a_recipe(train: Train, recipe: Recipe, code: str, name: str) -> None:
-    run = Path(train(recipe(**game(code, **COMBINED[name])), progress=False).path)
+    run = Path(train(recipe(**credited(code, **COMBINED[name])), progress=False).path)
     steps = metrics_of(run)
     assert [step["episodes/ended/done"] for step in steps] == [1.0, 1.0]
     assert all(step["policy/grad_norm"] > 0 for step in steps)
@@ -260,7 +240,7 @@ def test_credit_by_turn_goes_with_other_parts_of_a_recipe(train: Train, recipe: 
 def test_a_stopped_run_with_credit_by_turn_goes_on_bit_for_bit(
     train: Train, recipe: Recipe, send: Send, code: str, dtype: str
 ) -> None:
-    sections = merge(EVERYTHING, game(code, training={"micro_batch_tokens": 200}, model={"dtype": dtype}))
+    sections = merge(EVERYTHING, credited(code, training={"micro_batch_tokens": 200}, model={"dtype": dtype}))
     whole, stopped = (recipe(**merge(sections, {"run": {"name": name}})) for name in ("whole", "stopped"))
     expected = outcome(Path(train(whole, progress=Watcher()).path))
     at_step = Watcher({("train", 3): send(signal.SIGTERM)})
@@ -272,7 +252,7 @@ def test_a_stopped_run_with_credit_by_turn_goes_on_bit_for_bit(
 def test_two_ranks_credit_turns_as_one_process_does(code: str, tmp_path: Path) -> None:
     def of(name: str, processes: int) -> dict[str, Any]:
         base = distributed_runs.recipe(tmp_path, name, processes=processes, training={"steps": 1})
-        return merge({**base, "rewards": {}}, game(code))
+        return merge({**base, "rewards": {}}, credited(code))
 
     ranks = Ranks()
     try:
@@ -293,7 +273,9 @@ def test_a_second_turn_is_learned_beside_a_first_one_of_large_rewards_by_chance(
     share: dict[str, list[float]] = {"turn": [], "episode": []}
     for credit, shares in share.items():
         for seed in (0, 1):
-            sections = game(code, "Noisy", advantage={"credit": credit, "scale": "none"}, episodes={"max_tokens": 2})
+            sections = credited(
+                code, "Noisy", advantage={"credit": credit, "scale": "none"}, episodes={"max_tokens": 2}
+            )
             config = tiny_recipe(
                 tmp_path,
                 **merge(
@@ -312,7 +294,7 @@ def test_a_second_turn_is_learned_beside_a_first_one_of_large_rewards_by_chance(
 
 
 def test_an_algorithm_with_credit_by_turn_is_called_so(code: str) -> None:
-    sections = {**game(code), "model": {"path": "somewhere"}}
+    sections = {**credited(code), "model": {"path": "somewhere"}}
     del sections["task"]
     assert algorithm_name(RunConfig(**sections)) == "GRPO with credit by turn"
 
@@ -325,7 +307,7 @@ def test_an_algorithm_with_credit_by_turn_is_called_so(code: str) -> None:
     ],
 )
 def test_environments_without_rewards_of_turns_are_refused(code: str, name: str, says: str) -> None:
-    sections = {**game(code, name), "model": {"path": "somewhere"}}
+    sections = {**credited(code, name), "model": {"path": "somewhere"}}
     del sections["task"]
     policy: Any = Policy
     with pytest.raises(UserError, match=rf"^advantage\.credit=turn: .*{says}; set advantage\.credit=episode$"):
@@ -334,4 +316,4 @@ def test_environments_without_rewards_of_turns_are_refused(code: str, name: str,
 
 def test_a_reward_of_the_caller_s_is_refused(train: Train, recipe: Recipe, code: str) -> None:
     with pytest.raises(UserError, match=r"^advantage\.credit=turn with a reward from Python, which replaces"):
-        train(recipe(**game(code)), reward=lambda completions: [0.0] * len(completions), progress=False)
+        train(recipe(**credited(code)), reward=lambda completions: [0.0] * len(completions), progress=False)
