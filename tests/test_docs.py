@@ -148,7 +148,8 @@ def test_docs_define_just_the_metrics_that_a_run_writes(recipe: Callable[..., An
     extracted = {PARTS[0]: NumberReward(), PARTS[1]: (varied, 1)}
     again = train(corrected, task=task, reward=extracted, sampler=Versioned, overwrite=True)
     rows += read_metrics(again.path / "metrics.jsonl")
-    mixture = recipe(training={"steps": 1}, evaluation={"every": 0})
+    stop_when = {"metric": "patterns/spreads", "above": 9.0}
+    mixture = recipe(training={"steps": 1, "stop_when": stop_when}, evaluation={"every": 0})
     mixture["tasks"] = [{"task": mixture.pop("task"), "name": TASK}]
     rows += read_metrics(train(mixture, overwrite=True).path / "metrics.jsonl")
     call = ToolCall(name="add", failure="raised")

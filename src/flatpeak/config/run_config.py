@@ -214,6 +214,16 @@ class RunConfig(StrictConfig):
         return self
 
     @model_validator(mode="after")
+    def _logs_what_stops(self) -> RunConfig:
+        stop = self.training.stop_when
+        if stop is not None and stop.metric == "patterns/spreads" and self.run.log_rollouts_every != 1:
+            raise ValueError(
+                f"training.stop_when.metric={stop.metric} reads the logged rollouts of every step: set "
+                "run.log_rollouts_every=1"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _shadow_rewards_exist(self) -> RunConfig:
         for name, reward in self.rewards.items():
             shadow = getattr(reward, "shadow", None)

@@ -1,38 +1,15 @@
-"""Patterns that a reward pays for in any prompt: they earn more within their own groups.
-
-A good answer is its prompt's, so its words pay in one group. What pays alike in many groups is a habit: a format that
-the reward wants, or a way around it. Each group compares its completions with the pattern with those without it, so
-that easy prompts do not count for the habits of their answers.
-"""
+"""`flatpeak patterns`: what the reward of a run pays for in any prompt, as a table."""
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, median, stdev
 from typing import Any, Final
 
 from flatpeak.report.logged_step import logged_step
 from flatpeak.runs.directory import RunPaths
-from flatpeak.runs.rollout_log import logged_steps, read_rollouts
+from flatpeak.runs.paid_patterns import Pattern, logged_patterns
 
-Row = dict[str, Any]
-Group = tuple[int, str]
-"""The step and the id of a group."""
-
-LONGEST: Final = 4
-"""Words (characters, in texts without spaces) of the longest pattern."""
-FEWEST_PROMPTS: Final = 5
-LEVEL: Final = 0.05
-ALIKE, MORE = 0.9, 1.25
-"""A pattern of which this share comes with one that pays more in all belongs to it, unless it pays so much more."""
-MOST_PIECES: Final = 200_000
-"""Words or characters that are read: of long completions their beginnings and ends."""
-POOLED: Final = 5
-"""Logged steps whose groups count together, because a rare pattern is in few groups of a step."""
 COLUMNS: Final = (
     "pattern",
     "share at first",
@@ -42,164 +19,6 @@ COLUMNS: Final = (
     "prompts",
     "an example that has it",
 )
-_LONGER, _CUT, _REPEATS = "longer than its group's median", "cut by a limit", "repeats itself three times"
-_WORDS: Final = re.compile(r"\w+|[^\w\s]")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pattern:
-    """A pattern that pays in many groups."""
-
-    name: str
-    share: float
-    """Of the completions of these steps."""
-    share_at_first: float
-    """Of those of the first logged step."""
-    gain: float
-    """The reward with it less the reward without it in the same group, averaged over groups and then over prompts."""
-    spreads: float
-    """The gain in standard deviations of the rewards within groups: from 2 on, more than answers usually differ by."""
-    error: float
-    """The standard error of the gain."""
-    prompts: int
-    """Those with a group that has completions with and without it."""
-    example: str
-
-
-def paid_patterns(rows: Sequence[Row], first: Sequence[Row], *, most: int = 10) -> list[Pattern]:
-    """The patterns that pay in the groups of these rows beyond chance, by what they pay in all.
-
-    `first`: the rows of the first logged step. Chance: one-sided t tests over prompts, p below 0.05 after Bonferroni.
-    """
-    rows = [row for row in rows if row["reward"] is not None]
-    by_characters = sum(" " in row["text"].strip() for row in rows) * 2 < len(rows)
-    having = _having(rows, by_characters=by_characters)
-    at_first = _having(first, by_characters=by_characters)
-    totals = _totals(rows)
-    squares = sum(row["reward"] ** 2 for row in rows) - sum(total**2 / count for total, count in totals.values())
-    spread = math.sqrt(max(squares / max(1, len(rows)), 0.0)) or 1.0
-    tried = {
-        name: gains
-        for name, members in having.items()
-        if len(members) >= FEWEST_PROMPTS and (gains := _gains(rows, totals, members, spread=spread)).prompts
-    }
-    means = {name: gains.mean for name, gains in tried.items() if gains.chance * len(tried) < LEVEL}
-    chosen: list[str] = []
-    for name in sorted(means, key=lambda name: (-round(means[name] * len(having[name]), 6), -len(name))):
-        if not any(_is_of(name, other, having=having, means=means) for other in chosen):
-            chosen.append(name)
-    return [
-        Pattern(
-            name=name,
-            share=len(having[name]) / len(rows),
-            share_at_first=len(at_first.get(name, ())) / max(1, len(first)),
-            gain=means[name],
-            spreads=means[name] / spread,
-            error=tried[name].error,
-            prompts=tried[name].prompts,
-            example=max((rows[index] for index in having[name]), key=lambda row: row["reward"])["text"],
-        )
-        for name in chosen[:most]
-    ]
-
-
-def _having(rows: Sequence[Row], *, by_characters: bool) -> dict[str, set[int]]:
-    """By pattern, the indices of the rows that have it."""
-    lengths: dict[Group, list[int]] = {}
-    for row in rows:
-        lengths.setdefault(_group(row), []).append(len(row["token_ids"]))
-    half = max(20, MOST_PIECES // (2 * len(rows) + 1))
-    having: dict[str, set[int]] = {}
-    for index, row in enumerate(rows):
-        pieces = list(row["text"].strip()) if by_characters else _WORDS.findall(row["text"])
-        if len(pieces) > 2 * half:
-            pieces = pieces[:half] + pieces[-half:]
-        names = set(_runs_of(pieces, "" if by_characters else " "))
-        if len(row["token_ids"]) > median(lengths[_group(row)]):
-            names.add(_LONGER)
-        if row["finish_reason"] == "length":
-            names.add(_CUT)
-        triples = [tuple(pieces[at : at + 3]) for at in range(0 if by_characters else len(pieces) - 2)]
-        if len(triples) - len(set(triples)) >= 2:
-            names.add(_REPEATS)
-        for name in names:
-            having.setdefault(name, set()).add(index)
-    return having
-
-
-def _runs_of(pieces: Sequence[str], joint: str) -> Iterator[str]:
-    """Every run of up to LONGEST pieces, in quotes."""
-    for length in range(1, LONGEST + 1):
-        for at in range(len(pieces) - length + 1):
-            yield f"'{joint.join(pieces[at : at + length])}'"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Gains:
-    """The gain of a pattern: the mean over prompts, and its standard error."""
-
-    mean: float = 0.0
-    error: float = 1.0
-    prompts: int = 0
-
-    @property
-    def chance(self) -> float:
-        """The one-sided p of Student's t test that the mean is above 0, by Wallace's approximation (1959)."""
-        if self.mean <= 0 or not self.error:
-            return float(self.mean <= 0)
-        t, freedom = self.mean / self.error, self.prompts - 1
-        z = math.sqrt(freedom * math.log1p(t * t / freedom)) * (8 * freedom + 1) / (8 * freedom + 3)
-        return math.erfc(z / math.sqrt(2)) / 2
-
-
-def _gains(
-    rows: Sequence[Row], totals: dict[Group, tuple[float, int]], members: Iterable[int], *, spread: float
-) -> _Gains:
-    """The mean reward with a pattern less that without it, over the groups of a prompt that have both, then prompts.
-
-    Its error is at least what the spread of rewards within groups makes it: equal gains of a few prompts are no proof,
-    and rewards of 0 and 1 often give equal gains.
-    """
-    having: dict[Group, list[float]] = {}
-    prompts: dict[Group, str] = {}
-    for index in sorted(members):
-        row = rows[index]
-        having.setdefault(_group(row), []).append(row["reward"])
-        prompts[_group(row)] = row["prompt"]
-    by_prompt: dict[str, list[tuple[float, float]]] = {}
-    for group, rewards in having.items():
-        total, count = totals[group]
-        if len(rewards) < count:
-            others = (total - sum(rewards)) / (count - len(rewards))
-            share = 1 / len(rewards) + 1 / (count - len(rewards))
-            by_prompt.setdefault(prompts[group], []).append((fmean(rewards) - others, share))
-    number = len(by_prompt)
-    if number < FEWEST_PROMPTS:
-        return _Gains()
-    gains = [fmean(gain for gain, _ in of_prompt) for of_prompt in by_prompt.values()]
-    within = sum(sum(share for _, share in of_prompt) / len(of_prompt) ** 2 for of_prompt in by_prompt.values())
-    error = max(stdev(gains) / math.sqrt(number), spread * math.sqrt(within) / number)
-    return _Gains(mean=fmean(gains), error=error, prompts=number)
-
-
-def _totals(rows: Sequence[Row]) -> dict[Group, tuple[float, int]]:
-    """The sum of the rewards of each group, and their number."""
-    totals: dict[Group, tuple[float, int]] = {}
-    for row in rows:
-        total, count = totals.get(_group(row), (0.0, 0))
-        totals[_group(row)] = (total + row["reward"], count + 1)
-    return totals
-
-
-def _group(row: Row) -> Group:
-    return row.get("step", 0), row["group"]  # a prompt that is drawn again has another group
-
-
-def _is_of(name: str, other: str, *, having: dict[str, set[int]], means: dict[str, float]) -> bool:
-    """Whether a pattern contains another, or is contained, or only comes with it and pays no more."""
-    contained = name.strip("'") in other or other.strip("'") in name
-    comes_with = len(having[name] & having[other]) >= ALIKE * len(having[name])
-    return contained or (comes_with and means[name] <= MORE * means[other])
 
 
 def patterns_of(run: Path, *, step: int | None = None) -> tuple[list[int], list[Pattern]]:
@@ -208,10 +27,7 @@ def patterns_of(run: Path, *, step: int | None = None) -> tuple[list[int], list[
     UserError if there are no rollouts.
     """
     last, _ = logged_step(run, step)
-    logged = logged_steps(RunPaths(run).rollouts)
-    steps = [step for step in logged if step <= last][-POOLED:]
-    rows = [{**row, "step": step} for step in steps for row in read_rollouts(logged[step])]
-    return steps, paid_patterns(rows, read_rollouts(logged[min(logged)]))
+    return logged_patterns(RunPaths(run).rollouts, last)
 
 
 def cells(one: Pattern) -> tuple[str, ...]:

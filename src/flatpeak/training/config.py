@@ -93,7 +93,8 @@ class StopWhenConfig(StrictConfig):
     """A condition on a metric of the training steps, after which the run ends."""
 
     metric: str
-    """Name of a metric of training steps, such as reward/exploit."""
+    """Name of a metric of training steps, such as reward/exploit. Only where it is named here,
+    patterns/spreads is measured: what a pattern of answers pays at most, in spreads of the rewards within groups."""
     above: FiniteFloat | None = None
     """Met where the metric's mean over the window is greater than this; null: `below` decides."""
     below: FiniteFloat | None = None
