@@ -102,8 +102,8 @@ def registered(tables: Mapping[str, SweepTable]) -> list[Registered]:
     reuse, none, learned_gr = sharp["gr_reuse"], sharp["none"], learned["gr_importance_ratio"]
     random = sharp["random_direction"]
     return [
-        _hacked("H1a", "GR reuse hacked in fewer seeds than none", reuse, none),
-        _hacked("H1b", "GR importance hacked in fewer seeds than none", sharp["gr_importance"], none),
+        hacked_seeds("H1a", "GR reuse hacked in fewer seeds than none", reuse, none),
+        hacked_seeds("H1b", "GR importance hacked in fewer seeds than none", sharp["gr_importance"], none),
         _later("H1'a", "GR reuse hacked later than none", reuse, none),
         _later("H1'b", "GR importance hacked later than none", sharp["gr_importance"], none),
         Registered(
@@ -115,10 +115,10 @@ def registered(tables: Mapping[str, SweepTable]) -> list[Registered]:
             smallest=15,
             equivalence=True,
         ),
-        _gold("H2'", "a fixed strength keeps more gold than a tracked one", reuse, sharp["gr_ratio_matched"], 1),
-        _hacked("H3a", "GR reuse hacked in fewer seeds than the lower rate", reuse, sharp["learning_rate"]),
-        _hacked("H3b", "GR reuse hacked in fewer seeds than the random direction", reuse, random),
-        _gold("H4", "GR reuse and KL differ in gold", reuse, sharp["kl"], 0),
+        final_gold("H2'", "a fixed strength keeps more gold than a tracked one", reuse, sharp["gr_ratio_matched"], 1),
+        hacked_seeds("H3a", "GR reuse hacked in fewer seeds than the lower rate", reuse, sharp["learning_rate"]),
+        hacked_seeds("H3b", "GR reuse hacked in fewer seeds than the random direction", reuse, random),
+        final_gold("H4", "GR reuse and KL differ in gold", reuse, sharp["kl"], 0),
         Registered(
             name="H5",
             claim="resets: hacked at step 300 in more seeds than at 120",
@@ -136,8 +136,10 @@ def registered(tables: Mapping[str, SweepTable]) -> list[Registered]:
             smallest=0.1,
             equivalence=True,
         ),
-        _hacked("H6'a", "learned proxy: GR `ratio:1` hacked in fewer seeds than none", learned_gr, learned["none"]),
-        _hacked("H6'b", "learned proxy: KL hacked in fewer seeds than GR `ratio:1`", learned["kl"], learned_gr),
+        hacked_seeds(
+            "H6'a", "learned proxy: GR `ratio:1` hacked in fewer seeds than none", learned_gr, learned["none"]
+        ),
+        hacked_seeds("H6'b", "learned proxy: KL hacked in fewer seeds than GR `ratio:1`", learned["kl"], learned_gr),
         Registered(
             name="H7",
             claim="the gold that GR reuse saves falls with the dose of cheats",
@@ -158,9 +160,9 @@ def registered_again(tables: Mapping[str, SweepTable]) -> list[Registered]:
         arms = _Arms(table=tables.get(bed))
         reuse, random = arms["gr_reuse"], arms["random_direction"]
         hypotheses += [
-            _hacked(f"H1a, {bed}", "GR reuse hacked in fewer seeds than none", reuse, arms["none"]),
-            _hacked(f"H3b, {bed}", "GR reuse hacked in fewer seeds than the random direction", reuse, random),
-            _gold(f"H4, {bed}", "GR reuse and KL differ in gold", reuse, arms["kl"], 0),
+            hacked_seeds(f"H1a, {bed}", "GR reuse hacked in fewer seeds than none", reuse, arms["none"]),
+            hacked_seeds(f"H3b, {bed}", "GR reuse hacked in fewer seeds than the random direction", reuse, random),
+            final_gold(f"H4, {bed}", "GR reuse and KL differ in gold", reuse, arms["kl"], 0),
         ]
     return hypotheses
 
@@ -175,9 +177,15 @@ class _Arms:
         return runs_of(self.table, arm)
 
 
-def _hacked(name: str, claim: str, arm: Runs | None, baseline: Runs | None) -> Registered:
+def hacked_seeds(name: str, claim: str, arm: Runs | None, baseline: Runs | None, expected: Sign = -1) -> Registered:
+    """A difference in the share of hacked seeds."""
     return Registered(
-        name=name, claim=claim, test=lambda: hacks(arm, baseline), unit="share of seeds", expected=-1, smallest=0.25
+        name=name,
+        claim=claim,
+        test=lambda: hacks(arm, baseline),
+        unit="share of seeds",
+        expected=expected,
+        smallest=0.25,
     )
 
 
@@ -192,7 +200,8 @@ def _later(name: str, claim: str, arm: Runs | None, baseline: Runs | None) -> Re
     )
 
 
-def _gold(name: str, claim: str, arm: Runs | None, baseline: Runs | None, expected: Sign) -> Registered:
+def final_gold(name: str, claim: str, arm: Runs | None, baseline: Runs | None, expected: Sign) -> Registered:
+    """A difference in gold."""
     return Registered(
         name=name,
         claim=claim,

@@ -20,10 +20,12 @@ from flatpeak.experiments.table import SweepTable, read_table
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+import baselines  # noqa: E402
 import early_stopping  # noqa: E402
 import sharpness_and_cheating  # noqa: E402
 from estimates import count, interval, markdown, mean  # noqa: E402
 from hypotheses import (  # noqa: E402
+    HORIZON,
     Estimate,
     Registered,
     Runs,
@@ -36,6 +38,7 @@ from hypotheses import (  # noqa: E402
 
 PAGE = HERE.parent / "reward_hacking.md"
 SHARPNESS_PAGE = HERE.parent / "sharpness_and_cheating.md"
+BASELINES_PAGE = HERE / "baselines.md"
 BEGIN, END = "<!-- study:begin -->", "<!-- study:end -->"
 BEDS = ("sharp", "flat", "learned", "dose-0.01", "dose-0.04", "dose-0.06", "large", "addition")
 TUNING = {"tuning": "sharp", "large-tuning": "large", "addition-tuning": "addition"}
@@ -76,6 +79,7 @@ def main() -> int:
         runs = tables["sharp"], tables["matched"], curves["matched"]
         files[SHARPNESS_PAGE] = filled(SHARPNESS_PAGE, [sharpness_and_cheating.content(*runs)])
         files[HERE / "sharpness_and_cheating.svg"] = sharpness_and_cheating.figure(*runs)
+    files[BASELINES_PAGE] = filled(BASELINES_PAGE, baselines_content())
     files[PAGE] = filled(PAGE, content)
     stale = [path for path, text in files.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     for path in stale:
@@ -83,6 +87,22 @@ def main() -> int:
         if not check:
             path.write_text(files[path], encoding="utf-8")
     return int(check and bool(stale))
+
+
+def baselines_content() -> list[str]:
+    """The tuning of the cheap baselines, and their results once there are any."""
+    names = ("baselines-tuning", "baselines-tuning-curves", "baselines", "baselines-curves", "baselines-alarms")
+    tables = {name: table for name in names if (table := table_of(name)) is not None}
+    tuning = tables["baselines-tuning"]
+    headed = {name: table for name, table in tables.items() if "command" in table.header}
+    content = [provenance(headed, folder=""), "### Tuning", baselines.tuning_section(tuning)]
+    if len(tables) == len(names):
+        curves = early_stopping.curves_of(tables["baselines-curves"])
+        stops = baselines.stops_of(tuning, tables["baselines-tuning-curves"], curves, tables["baselines-alarms"])
+        content += ["### Verdicts", hypothesis_table(baselines.registered(curves, stops))]
+        content += ["### Arms", baselines.arm_section(curves), "### Stops"]
+        content.append(baselines.stop_section(stops, baselines.read_at(curves["kl"], HORIZON)))
+    return content
 
 
 def table_of(name: str) -> SweepTable | None:
@@ -98,11 +118,11 @@ def filled(page: Path, content: Sequence[str]) -> str:
     return f"{before}{BEGIN}\n\n" + "\n\n".join(content) + f"\n\n{END}{after}"
 
 
-def provenance(tables: Mapping[str, SweepTable]) -> str:
+def provenance(tables: Mapping[str, SweepTable], folder: str = "reward_hacking/") -> str:
     """The commit behind each table, and the command as it is today: the studies were in recipes/ when it ran."""
     rows = [
         [
-            f"[{name}.csv](reward_hacking/{name}.csv)",
+            f"[{name}.csv]({folder}{name}.csv)",
             f"`{table.header['command'].replace('recipes/studies/', 'studies/')}`",
             table.header["commit"].split()[0][:10],
         ]
