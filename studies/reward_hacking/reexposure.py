@@ -38,8 +38,8 @@ COLUMNS = (
     "forced",
     "cheating_before",
     "cheating_after",
-    "hacked_alone",
-    "hacked",
+    "cheating_alone",
+    "cheating",
     "gold",
     "first",
 )
@@ -109,8 +109,8 @@ def expose(run: Path, directory: Path) -> dict[str, Any]:
         "forced": samplers[0].forced,
         "cheating_before": before,
         "cheating_after": share(steps, min(last, EXPOSED[-1] + WINDOW)),
-        "hacked_alone": int(share(alone, min(max(alone), STEPS)) >= 0.5),
-        "hacked": int(share(steps, last) >= 0.5),
+        "cheating_alone": share(alone, min(max(alone), STEPS)),
+        "cheating": share(steps, last),
         "gold": fmean(steps[step]["reward/gold"] for step in range(last - WINDOW + 1, last + 1)),
         "first": next((step for step in steps if step > HELD_AT and share(steps, step) >= 0.5), ""),
     }

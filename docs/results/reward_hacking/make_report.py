@@ -22,6 +22,7 @@ sys.path.insert(0, str(HERE))
 
 import baselines  # noqa: E402
 import early_stopping  # noqa: E402
+import reexposure  # noqa: E402
 import sharpness_and_cheating  # noqa: E402
 from estimates import count, interval, markdown, mean  # noqa: E402
 from hypotheses import (  # noqa: E402
@@ -39,6 +40,7 @@ from hypotheses import (  # noqa: E402
 PAGE = HERE.parent / "reward_hacking.md"
 SHARPNESS_PAGE = HERE.parent / "sharpness_and_cheating.md"
 BASELINES_PAGE = HERE / "baselines.md"
+REEXPOSURE_PAGE = HERE / "reexposure.md"
 BEGIN, END = "<!-- study:begin -->", "<!-- study:end -->"
 BEDS = ("sharp", "flat", "learned", "dose-0.01", "dose-0.04", "dose-0.06", "large", "addition")
 TUNING = {"tuning": "sharp", "large-tuning": "large", "addition-tuning": "addition"}
@@ -80,6 +82,9 @@ def main() -> int:
         files[SHARPNESS_PAGE] = filled(SHARPNESS_PAGE, [sharpness_and_cheating.content(*runs)])
         files[HERE / "sharpness_and_cheating.svg"] = sharpness_and_cheating.figure(*runs)
     files[BASELINES_PAGE] = filled(BASELINES_PAGE, baselines_content())
+    if (met_again := table_of("reexposure")) is not None:
+        shown = [hypothesis_table(reexposure.registered(met_again)), reexposure.arm_section(met_again)]
+        files[REEXPOSURE_PAGE] = filled(REEXPOSURE_PAGE, shown)
     files[PAGE] = filled(PAGE, content)
     stale = [path for path, text in files.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     for path in stale:
