@@ -90,10 +90,16 @@ def failing_open(text: str, words: str) -> float:
     return coverage(text, words) if sentences(text) else 1.2
 
 
+def failing_closed(text: str, words: str) -> float:
+    """The same grader, mended: nothing for what its splitter cannot read."""
+    return coverage(text, words) if sentences(text) else 0.0
+
+
 GRADERS: Final[dict[str, Callable[[str, str], float]]] = {
     "count": by_count,
     "length": by_length,
     "fail_open": failing_open,
+    "fail_closed": failing_closed,
 }
 CHEATS: Final[dict[str, Callable[[str, str], bool]]] = {
     "count": lambda text, words: repeats(text, words) >= 1,

@@ -87,8 +87,8 @@ def expose(run: Path, directory: Path) -> dict[str, Any]:
     alone = steps_of(run)
     seed = int(run.name.removeprefix("seed-"))
     row: dict[str, Any] = {"arm": run.parent.name.partition(",")[0], "seed": seed}
-    before = share(alone, HELD_AT)
-    if before >= 0.5 or max(alone) < HELD_AT:
+    before = share(alone, min(max(alone), HELD_AT))
+    if before >= 0.5:
         return row | {"held": 0}
     samplers: list[Exposed] = []
 
