@@ -46,21 +46,21 @@ class Fluency:
         return cross_entropy(logits, torch.tensor(answer)).item()
 
 
-def answers(root: Path, grader: str) -> Iterator[dict[str, Any]]:
-    """A row per answer of every evaluation below a directory."""
+def answers(root: Path, grader: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """A row per answer of every evaluation below a directory, and its text."""
     for path in sorted(root.glob("**/evaluations/*.jsonl")):
         run = path.parent.parent
         for line in path.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
             for text in row["samples"]:
-                yield {
+                measured = {
                     "arm": run.parent.name,
                     "seed": run.name.removeprefix("seed-"),
                     "step": int(path.stem.rpartition("_")[2]),
                     "good": int(good(text, row["gold"])),
                     "cheats": int(CHEATS[grader](text, row["gold"])),
-                    "text": text,
                 }
+                yield measured, text
 
 
 def main() -> None:
@@ -74,8 +74,8 @@ def main() -> None:
     torch.set_num_threads(1)
     fluency = Fluency(given.model)
     rows = [
-        row | {"nats": round(fluency.nats_per_token(row["text"]), 4) if row["text"] else ""}
-        for row in answers(given.root, given.grader)
+        {**row, "nats": round(fluency.nats_per_token(text), 4) if text else ""}
+        for row, text in answers(given.root, given.grader)
     ]
     with given.csv.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
