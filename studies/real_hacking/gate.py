@@ -36,7 +36,7 @@ def main() -> None:
     torch.set_num_threads(1)
     policy = load_policy(ModelConfig(path=given.model, device="cpu"), texts=(), seed=0)
     draw = random.Random(0)
-    chosen = [draw.sample(WORDS, 3) for _ in range(given.prompts)]
+    chosen = [draw.sample(WORDS, 2) for _ in range(given.prompts)]
     examples = [
         Example(id=str(i), question=QUESTION.format(*words), gold=" ".join(words)) for i, words in enumerate(chosen)
     ]
