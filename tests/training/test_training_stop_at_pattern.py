@@ -63,5 +63,8 @@ def test_patterns_are_measured_only_where_a_run_may_end_by_them(
     assert values(result.path) == [None]
 
 
-def test_without_a_logged_step_there_is_no_value(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [None, '{"reward": 1'], ids=["nothing logged", "a damaged file"])
+def test_without_a_readable_step_there_is_no_value(tmp_path: Path, rows: str | None) -> None:
+    if rows is not None:
+        (tmp_path / "step_000001.jsonl").write_text(rows)
     assert most_spreads(tmp_path, 1) == {}

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, Final
 
+from flatpeak.errors import UserError
 from flatpeak.runs.rollout_log import logged_steps, read_rollouts
 
 Row = dict[str, Any]
@@ -202,7 +203,11 @@ def logged_patterns(directory: Path, step: int) -> tuple[list[int], list[Pattern
 
 
 def most_spreads(directory: Path, step: int) -> dict[str, float]:
-    """The metric SPREADS of a step; none where no step is logged, as on a full disk."""
+    """The metric SPREADS of a step; none where no step is logged, or a file cannot be read, as on a full disk."""
     if not any(one <= step for one in logged_steps(directory)):
         return {}
-    return {SPREADS: max((one.spreads for one in logged_patterns(directory, step)[1]), default=0.0)}
+    try:
+        _, patterns = logged_patterns(directory, step)
+    except (OSError, UserError):  # a log is worth less than the run
+        return {}
+    return {SPREADS: max((one.spreads for one in patterns), default=0.0)}
