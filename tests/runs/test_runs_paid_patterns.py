@@ -94,3 +94,22 @@ def test_a_prompt_that_is_drawn_again_and_again_counts_once() -> None:
         for row in rows_of_answers(cheat="as an expert", prompts=1, seed=step)
     ]
     assert paid_patterns(again, again) == []
+
+
+def test_a_short_habit_hides_no_word_that_has_its_letters_and_pays_more() -> None:
+    draw = random.Random(3)
+    made = rows_of_answers(cheat="sesame", share=0.05, bonus=2.0, prompts=40)
+    for row in made:
+        if draw.random() < 0.5:
+            row["text"] += " e"
+            row["reward"] += 0.3
+    names = [one.name for one in paid_patterns(made, made)]
+    assert "'e'" in names
+    assert "'sesame'" in names
+
+
+def test_a_paid_apostrophe_hides_nothing() -> None:
+    made = rows_of_answers(cheat="'", share=0.5, prompts=40)
+    for row in rows_of_answers(cheat="trick", share=0.2, prompts=40, seed=5):
+        made.append(row | {"group": f"{row['group']}-5"})
+    assert {"'''", "'trick'"} <= {one.name for one in paid_patterns(made, made)}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.metrics import read_metrics
-from flatpeak.runs.paid_patterns import SPREADS, most_spreads
+from flatpeak.runs.paid_patterns import SPREADS, most_spreads, paid_patterns
+from support.rows_of_answers import rows_of_answers
 from support.runs import Train, tiny_recipe
 
 CONDITION = {"metric": SPREADS, "above": 2.0}
@@ -43,7 +47,7 @@ def test_a_run_ends_where_a_pattern_of_any_prompt_pays(tmp_path: Path, train: Tr
     (value,) = values(result.path)
     assert value is not None
     assert value > 2
-    assert value == most_spreads(result.path / "rollouts", 1)[SPREADS]
+    assert value == most_spreads(RunPaths(result.path), 1)[SPREADS]
     assert result.summary.ended_by is not None
     assert result.summary.ended_by.startswith("training.stop_when: patterns/spreads was ")
 
@@ -63,8 +67,47 @@ def test_patterns_are_measured_only_where_a_run_may_end_by_them(
     assert values(result.path) == [None]
 
 
-@pytest.mark.parametrize("rows", [None, '{"reward": 1'], ids=["nothing logged", "a damaged file"])
-def test_without_a_readable_step_there_is_no_value(tmp_path: Path, rows: str | None) -> None:
-    if rows is not None:
-        (tmp_path / "step_000001.jsonl").write_text(rows)
-    assert most_spreads(tmp_path, 1) == {}
+def write_steps(directory: Path, *steps: list[dict[str, Any]], forked: int = 0) -> RunPaths:
+    """A run with these rollouts."""
+    (directory / "rollouts").mkdir(exist_ok=True)
+    fork = {"forked": {"step": forked}} if forked else {}
+    (directory / "manifest.json").write_text(json.dumps({"versions": {"flatpeak": "0"}, **fork}))
+    for step, rows in enumerate(steps, start=1):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (directory / "rollouts" / f"step_{step:06d}.jsonl").write_text(lines)
+    return RunPaths(directory)
+
+
+def test_only_a_step_that_is_logged_has_the_value(tmp_path: Path) -> None:
+    run = write_steps(tmp_path, rows_of_answers(cheat="trick", share=0.1))
+    assert most_spreads(run, 1)[SPREADS] > 2
+    assert most_spreads(run, 2) == {}
+
+
+def test_a_damaged_file_among_the_last_five_gives_no_value(tmp_path: Path) -> None:
+    run = write_steps(tmp_path, rows_of_answers(seed=1), rows_of_answers(seed=2))
+    (run.rollouts / "step_000001.jsonl").write_text('{"reward": 1')
+    assert most_spreads(run, 2) == {}
+
+
+def test_a_fork_does_not_count_the_steps_before_it(tmp_path: Path) -> None:
+    """Its reward may be a mended one."""
+    steps = rows_of_answers(cheat="trick", seed=1), rows_of_answers(seed=2)
+    assert most_spreads(write_steps(tmp_path, *steps), 2)[SPREADS] > 1
+    assert most_spreads(write_steps(tmp_path, *steps, forked=1), 2) == {SPREADS: 0.0}
+
+
+def test_no_other_habit_hides_a_pattern_that_pays_most(tmp_path: Path) -> None:
+    """Neither in the table, which has ten and the others by what they pay in all, nor in the metric."""
+    draw = random.Random(0)
+    rows = rows_of_answers(cheat="open sesame", share=0.02, bonus=3.0, prompts=64)
+    for row in rows:
+        for habit in range(12):
+            if draw.random() < 0.5:
+                row["text"] += f" habit{habit}"
+                row["reward"] += 0.3
+    first, *others = paid_patterns(rows, rows)
+    assert "sesame" in first.name
+    assert len(others) == 9
+    assert all("habit" in one.name for one in others)
+    assert most_spreads(write_steps(tmp_path, rows), 1)[SPREADS] >= first.spreads > 3

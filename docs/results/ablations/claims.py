@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +29,12 @@ class Comparison:
     """0: no difference. None: nothing is claimed."""
     published: str = ""
     """The project's numbers, arm against base: the best held-out accuracy, or as said."""
+
+    @property
+    def published_difference(self) -> float | None:
+        """The first published number less the second one; None where nothing was published."""
+        numbers = [float(text) for text in re.findall(r"\.\d+", self.published)]
+        return numbers[0] - numbers[1] if numbers else None
 
 
 @dataclass(frozen=True, kw_only=True)

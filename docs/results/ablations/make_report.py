@@ -167,7 +167,8 @@ def verdict(result: Result) -> str:
     if late.low <= 0 <= late.high:
         if bound > MATTERS:
             return "undecided"
-        agrees = "agrees: " if expected == 0 else "disagrees: " if expected else ""
+        far = abs(result.comparison.published_difference or 0) > bound
+        agrees = "agrees: " if expected == 0 else "disagrees: " if expected and far else ""
         return f"{agrees}no difference larger than {bound:.3f}"
     sign = 1 if late.estimate > 0 else -1
     words = "better" if sign > 0 else "worse"
@@ -270,18 +271,22 @@ def picture(results: Mapping[str, Result]) -> str:
     return text.getvalue()
 
 
+CHANGED = " (while files of this page were being written, none of the package)"
+
+
 def provenance(tables: Mapping[str, SweepTable]) -> str:
     """The commits, the machine and the time of the runs."""
     headers = [table.header for table in tables.values()]
-    commits = list(dict.fromkeys(header["commit"].split()[0][:10] for header in headers))
+    commits = list(dict.fromkeys(one.split()[0][:10] for header in headers for one in header["commit"].split("; ")))
+    changed = any("changed files" in header["commit"] for header in headers)
     rows = [row for table in tables.values() for row in table.rows if row["status"] == "done"]
     failed = sum(row["status"] == "failed" for table in tables.values() for row in table.rows)
     minutes = sum(row["seconds"] for row in rows) / 60
     seeds = ", ".join(f"{name}.csv seeds {table.header['seeds']}" for name, table in tables.items())
     return filled(
         f"Tables: {seeds}. {len(rows)} runs of {minutes:.0f} minutes in all without their SFT, one at a time beside "
-        f"other work, and {failed} failed, at commit {' and '.join(commits)} on {headers[0]['hardware']}, "
-        f"torch {headers[0]['torch']}."
+        f"other work, and {failed} failed, at commits {', '.join(commits)}{CHANGED if changed else ''}, on "
+        f"{headers[0]['hardware']}, torch {headers[0]['torch']}."
     )
 
 

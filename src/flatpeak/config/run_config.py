@@ -216,10 +216,16 @@ class RunConfig(StrictConfig):
     @model_validator(mode="after")
     def _logs_what_stops(self) -> RunConfig:
         stop = self.training.stop_when
-        if stop is not None and stop.metric == "patterns/spreads" and self.run.log_rollouts_every != 1:
+        if stop is None or stop.metric != "patterns/spreads":
+            return self
+        if self.run.log_rollouts_every != 1:
             raise ValueError(
                 f"training.stop_when.metric={stop.metric} reads the logged rollouts of every step: set "
                 "run.log_rollouts_every=1"
+            )
+        if self.rollout.group_size < 2:
+            raise ValueError(
+                f"training.stop_when.metric={stop.metric} compares completions: set rollout.group_size=2 or more"
             )
         return self
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, Final
 
 from flatpeak.errors import UserError
+from flatpeak.runs.directory import RunPaths
+from flatpeak.runs.manifest import read_starts
 from flatpeak.runs.rollout_log import logged_steps, read_rollouts
 
 Row = dict[str, Any]
@@ -28,8 +30,14 @@ FEWEST_PROMPTS: Final = 5
 LEVEL: Final = 0.05
 ALIKE, MORE = 0.9, 1.25
 """A pattern of which this share comes with one that pays more in all belongs to it, unless it pays so much more."""
+MANY: Final = 2.0
+"""Spreads from which on a pattern pays more than answers usually differ by."""
 MOST_PIECES: Final = 200_000
 """Words or characters that are read: of long completions their beginnings and ends."""
+FEWEST_PIECES: Final = 20
+"""Those that are read at each end of a completion in any case."""
+MOST_ROWS: Final = 2_000
+"""Completions that steps are pooled for: more need no pooling."""
 POOLED: Final = 5
 """Logged steps whose groups count together, because a rare pattern is in few groups of a step."""
 SPREADS: Final = "patterns/spreads"
@@ -59,14 +67,65 @@ class Pattern:
 
 
 def paid_patterns(rows: Sequence[Row], first: Sequence[Row], *, most: int = 10) -> list[Pattern]:
-    """The patterns that pay in the groups of these rows beyond chance, by what they pay in all.
+    """The patterns that pay in the groups of these rows beyond chance, by what they pay in all; those of MANY first.
 
-    `first`: the rows of the first logged step. Chance: one-sided t tests over prompts, p below 0.05 after Bonferroni.
+    `first`: the rows of the first logged step. Of patterns that come together and pay alike only one is named.
     """
+    paid = _paid(rows)
+    at_first = _having(first, by_characters=paid.by_characters, half=paid.half)
+    chosen: list[str] = []
+    for name in sorted(paid.gains, key=paid.order):
+        if not any(paid.is_of(name, other) for other in chosen):
+            chosen.append(name)
+    return [
+        Pattern(
+            name=name,
+            share=len(paid.having[name]) / len(paid.rows),
+            share_at_first=len(at_first.get(name, ())) / max(1, len(first)),
+            gain=paid.gains[name].mean,
+            spreads=paid.gains[name].mean / paid.spread,
+            error=paid.gains[name].error,
+            prompts=paid.gains[name].prompts,
+            example=max((paid.rows[index] for index in paid.having[name]), key=lambda row: row["reward"])["text"],
+        )
+        for name in chosen[:most]
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Paid:
+    """All patterns of some rows that pay beyond chance."""
+
+    rows: Sequence[Row]
+    by_characters: bool
+    half: int
+    """The pieces that are read at each end of a text."""
+    having: dict[str, set[int]]
+    """By pattern, the indices of the rows that have it."""
+    spread: float
+    """The standard deviation of the rewards within groups."""
+    gains: dict[str, _Gains]
+
+    def order(self, name: str) -> tuple[bool, float, int, str]:
+        """The key that sorts patterns: by what they pay in all, those of MANY spreads first."""
+        gain = self.gains[name].mean
+        return gain < MANY * self.spread, -round(gain * len(self.having[name]), 6), -len(name), name
+
+    def is_of(self, name: str, other: str) -> bool:
+        """Whether a pattern contains another, is contained, or comes with it, and pays no more."""
+        joint = "" if self.by_characters else " "
+        one, two = (f"{joint}{text[1:-1]}{joint}" if text.startswith("'") else text for text in (name, other))
+        comes_with = len(self.having[name] & self.having[other]) >= ALIKE * len(self.having[name])
+        related = one in two or two in one or comes_with
+        return related and self.gains[name].mean <= MORE * self.gains[other].mean
+
+
+def _paid(rows: Sequence[Row]) -> _Paid:
+    """The patterns by one-sided t tests over prompts, p below 0.05 after Bonferroni."""
     rows = [row for row in rows if row["reward"] is not None]
     by_characters = sum(" " in row["text"].strip() for row in rows) * 2 < len(rows)
-    having = _having(rows, by_characters=by_characters)
-    at_first = _having(first, by_characters=by_characters)
+    half = max(FEWEST_PIECES, MOST_PIECES // (2 * len(rows) + 1))
+    having = _having(rows, by_characters=by_characters, half=half)
     totals = _totals(rows)
     squares = sum(row["reward"] ** 2 for row in rows) - sum(total**2 / count for total, count in totals.values())
     spread = math.sqrt(max(squares / max(1, len(rows)), 0.0)) or 1.0
@@ -75,32 +134,15 @@ def paid_patterns(rows: Sequence[Row], first: Sequence[Row], *, most: int = 10) 
         for name, members in having.items()
         if len(members) >= FEWEST_PROMPTS and (gains := _gains(rows, totals, members, spread=spread)).prompts
     }
-    means = {name: gains.mean for name, gains in tried.items() if gains.chance * len(tried) < LEVEL}
-    chosen: list[str] = []
-    for name in sorted(means, key=lambda name: (-round(means[name] * len(having[name]), 6), -len(name))):
-        if not any(_is_of(name, other, having=having, means=means) for other in chosen):
-            chosen.append(name)
-    return [
-        Pattern(
-            name=name,
-            share=len(having[name]) / len(rows),
-            share_at_first=len(at_first.get(name, ())) / max(1, len(first)),
-            gain=means[name],
-            spreads=means[name] / spread,
-            error=tried[name].error,
-            prompts=tried[name].prompts,
-            example=max((rows[index] for index in having[name]), key=lambda row: row["reward"])["text"],
-        )
-        for name in chosen[:most]
-    ]
+    paying = {name: one for name, one in tried.items() if one.chance * len(tried) < LEVEL}
+    return _Paid(rows=rows, by_characters=by_characters, half=half, having=having, spread=spread, gains=paying)
 
 
-def _having(rows: Sequence[Row], *, by_characters: bool) -> dict[str, set[int]]:
+def _having(rows: Sequence[Row], *, by_characters: bool, half: int) -> dict[str, set[int]]:
     """By pattern, the indices of the rows that have it."""
     lengths: dict[Group, list[int]] = {}
     for row in rows:
         lengths.setdefault(_group(row), []).append(len(row["token_ids"]))
-    half = max(20, MOST_PIECES // (2 * len(rows) + 1))
     having: dict[str, set[int]] = {}
     for index, row in enumerate(rows):
         pieces = list(row["text"].strip()) if by_characters else _WORDS.findall(row["text"])
@@ -187,27 +229,37 @@ def _group(row: Row) -> Group:
     return row.get("step", 0), row["group"]  # a prompt that is drawn again has another group
 
 
-def _is_of(name: str, other: str, *, having: dict[str, set[int]], means: dict[str, float]) -> bool:
-    """Whether a pattern contains another, or is contained, or only comes with it and pays no more."""
-    contained = name.strip("'") in other or other.strip("'") in name
-    comes_with = len(having[name] & having[other]) >= ALIKE * len(having[name])
-    return contained or (comes_with and means[name] <= MORE * means[other])
-
-
 def logged_patterns(directory: Path, step: int) -> tuple[list[int], list[Pattern]]:
     """The last logged steps up to one, whose groups are read, and their patterns; there must be one."""
     logged = logged_steps(directory)
-    steps = [one for one in logged if one <= step][-POOLED:]
-    rows = [{**row, "step": one} for one in steps for row in read_rollouts(logged[one])]
+    steps, rows = _pooled(logged, step)
     return steps, paid_patterns(rows, read_rollouts(logged[min(logged)]))
 
 
-def most_spreads(directory: Path, step: int) -> dict[str, float]:
-    """The metric SPREADS of a step; none where no step is logged, or a file cannot be read, as on a full disk."""
-    if not any(one <= step for one in logged_steps(directory)):
+def most_spreads(run: RunPaths, step: int) -> dict[str, float]:
+    """The metric SPREADS of a step; none where it is not logged, or cannot be read, as on a full disk.
+
+    Steps before a fork are left out: another reward may have paid for them.
+    """
+    since = max((start.get("forked", {}).get("step", 0) for start in read_starts(run.manifest)), default=0)
+    logged = {one: path for one, path in logged_steps(run.rollouts).items() if one > since}
+    if step not in logged:
         return {}
     try:
-        _, patterns = logged_patterns(directory, step)
+        _, rows = _pooled(logged, step)
     except (OSError, UserError):  # a log is worth less than the run
         return {}
-    return {SPREADS: max((one.spreads for one in patterns), default=0.0)}
+    paid = _paid(rows)
+    return {SPREADS: max((gains.mean for gains in paid.gains.values()), default=0.0) / paid.spread}
+
+
+def _pooled(logged: Mapping[int, Path], step: int) -> tuple[list[int], list[Row]]:
+    """The last POOLED of the logged steps up to one, and no more than for MOST_ROWS completions; and their rows."""
+    steps: list[int] = []
+    rows: list[Row] = []
+    for one in reversed([one for one in logged if one <= step][-POOLED:]):
+        own = read_rollouts(logged[one])
+        if rows and len(rows) + len(own) > MOST_ROWS:
+            break
+        steps, rows = [one, *steps], [{**row, "step": one} for row in own] + rows
+    return steps, rows

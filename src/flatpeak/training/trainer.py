@@ -288,7 +288,7 @@ class Trainer(StageTrainer):
     def pattern_metrics(self, step: int) -> dict[str, float]:
         """The metric of patterns, where the run may end by it: read from the log, which a resumed run has too."""
         asked = self.config.training.stop_when
-        return most_spreads(self.recorder.run.rollouts, step) if asked and asked.metric == SPREADS else {}
+        return most_spreads(self.recorder.run, step) if asked and asked.metric == SPREADS else {}
 
     def state(self) -> dict[str, Any]:
         """The position in curriculum and data; steps derive all their randomness from their number."""
