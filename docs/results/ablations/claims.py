@@ -94,7 +94,7 @@ ABLATIONS = (
         ),
     ),
     Ablation(
-        title="Division by the group's standard deviation",
+        title="Division by the standard deviation",
         claim="Its verdict: keep the division. Both runs had the same learning rate, and three of its runs "
         "with equal settings and equal seeds differ by as much. The division makes gradients larger (a "
         "norm of .164 against .096 there), but Adam takes most of that away. What stays is that groups "
