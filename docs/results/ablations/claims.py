@@ -7,6 +7,14 @@ from typing import Literal
 
 Sign = Literal[-1, 0, 1]
 BASE = "base"
+BASES = {
+    BASE: "base",
+    "minibatches4": "4 minibatches, clip 0.2",
+    "updates16": "16 updates, clip 0.2",
+    "learning_rate,learning_rate=3e-05": "base, a third of the rate",
+    "learning_rate,learning_rate=0.0003": "base, three times the rate",
+}
+"""What the arms are called that others are compared with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +112,13 @@ ABLATIONS = (
             Comparison(
                 arm="no_std_rate,learning_rate=3e-05",
                 label="none, a third of the rate",
+                base="learning_rate,learning_rate=3e-05",
                 expected=-1,
             ),
             Comparison(
                 arm="no_std_rate,learning_rate=0.0003",
                 label="none, three times the rate",
+                base="learning_rate,learning_rate=0.0003",
                 expected=-1,
             ),
         ),

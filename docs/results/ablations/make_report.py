@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from textwrap import fill
 from typing import Any
 
 from flatpeak.experiments.statistics import Difference, holm, mean_over_seeds, paired_t, scipy_stats
@@ -24,7 +25,7 @@ from flatpeak.report.canvas import svg_canvas, tidy
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from claims import ABLATIONS, BASE, Ablation, Comparison  # noqa: E402
+from claims import ABLATIONS, BASE, BASES, Ablation, Comparison  # noqa: E402
 
 FIGURE = HERE / "differences.svg"
 PAGE = HERE.parent / "ablations.md"
@@ -40,9 +41,6 @@ FRAME = 0.25
 """The largest difference that the figure shows to scale."""
 OTHERS = {"reward/mean.final": "{:.2f}", "policy/entropy.final": "{:.2f}", "rollout/length_mean.final": "{:.2f}"}
 """Further columns of an arm: a column of the table, and its format."""
-
-BASES = {BASE: "base", "minibatches4": "4 minibatches, clip 0.2", "updates16": "16 updates, clip 0.2"}
-"""What the arms are called that others are compared with."""
 
 Values = Mapping[int, float]
 """A value per seed."""
@@ -190,7 +188,7 @@ def spread(arms: Mapping[str, Arm], results: Mapping[str, Result]) -> str:
     base = arms[BASE]
     late, start = (mean_over_seeds(list(values.values())) for values in (base.late, base.start))
     middle = median(result.late.sd for result in results.values() if result.late.sd > 0)
-    return (
+    return filled(
         f"The base arm goes from {start.estimate:.3f} to {late.estimate:.3f} [{late.low:.3f}, {late.high:.3f}] over "
         f"{late.n} seeds, whose late accuracies have a standard deviation of {late.sd:.3f}. The paired differences of "
         f"an arm from its base have one of {middle:.3f} (the median arm). The mean difference of such an arm over "
@@ -228,7 +226,7 @@ def section(ablation: Ablation, arms: Mapping[str, Arm], results: Mapping[str, R
     header += ["Whole run, difference", "Verdict"]
     missing = [one.label for one in ablation.comparisons if one not in shown]
     note = f"\n\nNot run: {', '.join(missing)}." if missing else ""
-    return f"### {ablation.title}\n\n{ablation.claim}\n\n{markdown(header, rows)}{note}"
+    return f"### {ablation.title}\n\n{filled(ablation.claim)}\n\n{markdown(header, rows)}{note}"
 
 
 def arm_row(one: Comparison, arm: Arm, result: Result) -> list[str]:
@@ -277,12 +275,17 @@ def provenance(tables: Mapping[str, SweepTable]) -> str:
     headers = [table.header for table in tables.values()]
     commits = list(dict.fromkeys(header["commit"].split()[0][:10] for header in headers))
     rows = [row for table in tables.values() for row in table.rows if row["status"] == "done"]
-    unfinished = sum(row["status"] != "done" for table in tables.values() for row in table.rows)
+    failed = sum(row["status"] == "failed" for table in tables.values() for row in table.rows)
     minutes = sum(row["seconds"] for row in rows) / 60
-    return (
-        f"{len(rows)} runs of {minutes:.0f} minutes in all, one at a time beside other work, and {unfinished} not "
-        f"finished, at commit {' and '.join(commits)} on {headers[0]['hardware']}, torch {headers[0]['torch']}."
+    return filled(
+        f"{len(rows)} runs of {minutes:.0f} minutes in all without their SFT, one at a time beside other work, and "
+        f"{failed} failed, at commit {' and '.join(commits)} on {headers[0]['hardware']}, torch {headers[0]['torch']}."
     )
+
+
+def filled(text: str) -> str:
+    """A paragraph in lines of at most 120 characters."""
+    return fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
