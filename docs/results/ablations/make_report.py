@@ -280,7 +280,8 @@ def provenance(tables: Mapping[str, SweepTable]) -> str:
     seeds = ", ".join(f"{name}.csv seeds {table.header['seeds']}" for name, table in tables.items())
     return filled(
         f"Tables: {seeds}. {len(rows)} runs of {minutes:.0f} minutes in all without their SFT, one at a time beside "
-        f"other work, and {failed} failed, at commit {' and '.join(commits)} on {headers[0]['hardware']}, torch {headers[0]['torch']}."
+        f"other work, and {failed} failed, at commit {' and '.join(commits)} on {headers[0]['hardware']}, "
+        f"torch {headers[0]['torch']}."
     )
 
 
