@@ -4,7 +4,8 @@
 
 32 completions of random lengths (mean 120, at most 1,024) with standardized advantages, of a bigram model over 32
 tokens. "Each by itself" normalizes over a micro-batch and averages the micro-batches' losses, as accumulated gradients
-are in most trainers; flatpeak fixes the weights over the minibatch before the first backward pass.
+are in most trainers; flatpeak fixes the weights over the minibatch before the first backward pass. The last column is
+the distance of the split gradient from that of the sequence mean.
 """
 
 from __future__ import annotations
@@ -52,14 +53,21 @@ def by_micro_batch(sizes_N: Tensor, normalization: Normalization, size: int) -> 
 def main() -> None:
     """Write a row per normalization, micro-batch and seed."""
     writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(["normalization", "micro_batch", "seed", "relative_difference"])
+    writer.writerow(["normalization", "micro_batch", "seed", "relative_difference", "from_sequence_mean"])
     for normalization in get_args(Normalization):
         for size in (1, 4, 16):
             for seed in SEEDS:
                 sizes_N = lengths(seed)
-                whole = gradient(completion_weights(sizes_N, normalization, max_tokens=LONGEST), seed)
+                weights_N = completion_weights(sizes_N, normalization, max_tokens=LONGEST)
                 split = gradient(by_micro_batch(sizes_N, normalization, size), seed)
-                writer.writerow([normalization, size, seed, f"{((split - whole).norm() / whole.norm()).item():.6g}"])
+                by_length = gradient(completion_weights(sizes_N, "sequence_mean"), seed)
+                gaps = (relative_gap(split, other) for other in (gradient(weights_N, seed), by_length))
+                writer.writerow([normalization, size, seed, *(f"{gap:.6g}" for gap in gaps)])
+
+
+def relative_gap(ours: Tensor, theirs: Tensor) -> float:
+    """|ours - theirs| / |theirs|."""
+    return ((ours - theirs).norm() / theirs.norm()).item()
 
 
 if __name__ == "__main__":
