@@ -67,7 +67,7 @@ def main() -> None:
 
 def relative_gap(ours: Tensor, theirs: Tensor) -> float:
     """|ours - theirs| / |theirs|."""
-    return ((ours - theirs).norm() / theirs.norm()).item()
+    return float((ours - theirs).norm() / theirs.norm())
 
 
 if __name__ == "__main__":

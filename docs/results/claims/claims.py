@@ -1,0 +1,322 @@
+"""The claims of the page: what is said, how it is tested, what is measured, and the verdict by a rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from collapse import SIGNS, collapses, onsets
+from tables import difference, finals, interval, mean, rows_of, signed, steps, sweep, where
+
+from flatpeak.experiments.statistics import Difference
+
+HOLDS, FAILS, OPEN = "holds", "does not hold", "undecided"
+LOSS_AT_MOST = 1e-6
+"""A logged loss below this counts as 0: rounding of float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A row of the table."""
+
+    text: str
+    source: str
+    command: str
+    n: int
+    measured: str
+    verdict: str
+
+
+def side(one: Difference, *, expected: int) -> str:
+    """Holds where the interval lies on the expected side of 0, does not where on the other."""
+    low, high = (one.low, one.high) if expected > 0 else (-one.high, -one.low)
+    return HOLDS if low > 0 else FAILS if high < 0 else OPEN
+
+
+def no_effect_of_the_clip() -> Claim:
+    """The clip with one update per batch, and with four."""
+    once, four = (where("weights", "different", arm=arm) for arm in ("grpo", "four_updates"))
+    equal, differ = sum(count == 0 for count in once), sum(count > 0 for count in four)
+    clipped = mean(list(finals("four_updates", "policy/clip_fraction.final").values()))
+    gap = max(finals("grpo", "policy/ratio_max_gap.best").values())
+    return Claim(
+        text="On policy the clip does nothing: with one update per batch every ratio is 1.",
+        source="S1, S4",
+        command="arms.yaml, read_runs.py weights",
+        n=len(once),
+        measured=f"weights after 40 steps bit-equal with and without a clip in {equal} of {len(once)} seeds (ratios are "
+        f"off 1 by at most {gap:.0e}); with four updates a step they differ in {differ} of {len(four)}, where "
+        f"{clipped:.1%} of tokens are clipped",
+        verdict=HOLDS if equal == len(once) else FAILS,
+    )
+
+
+def loss_reads_zero() -> Claim:
+    """The logged loss by normalization."""
+    zero, other = (max_loss(arm) for arm in ("grpo", "constant"))
+    gradient = min(min(values) for values in steps("grpo", "policy/grad_norm").values())
+    return Claim(
+        text="The logged loss is 0 on policy while its gradient is not.",
+        source="S4, S0",
+        command="arms.yaml",
+        n=len(finals("grpo", "policy/loss.last")),
+        measured=f"sequence mean: at most {zero:.0e}, with a gradient norm of at least {gradient:.2f}; constant: up to "
+        f"{other:.2f}, token mean: up to {max_loss('token_mean'):.2f}",
+        verdict="holds for the sequence mean only" if zero < LOSS_AT_MOST < other else FAILS,
+    )
+
+
+def max_loss(arm: str) -> float:
+    """The largest size of an arm's logged loss in any step of any seed."""
+    return max(abs(value) for values in steps(arm, "policy/loss").values() for value in values)
+
+
+def length_bias() -> Claim:
+    """The length of wrong answers with Dr. GRPO's constant against the sequence mean."""
+    wrong = difference("constant", "grpo", "reward/correctness/wrong_length.final")
+    right = difference("constant", "grpo", "reward/correctness/right_length.final")
+    return Claim(
+        text="The sequence mean favours long wrong answers; a constant removes that.",
+        source="S0 (Dr. GRPO)",
+        command="arms.yaml",
+        n=wrong.n,
+        measured=f"wrong answers at the end, constant minus sequence mean: {signed(wrong)} characters; right answers: "
+        f"{signed(right)}",
+        verdict=side(wrong, expected=-1),
+    )
+
+
+def normalizations_differ() -> Claim:
+    """Accuracy by normalization."""
+    constant, tokens = (difference(arm, "grpo", "reward/mean.final") for arm in ("constant", "token_mean"))
+    told_apart = [one for one in (constant, tokens) if one.low > 0 or one.high < 0]
+    return Claim(
+        text="The normalization by length makes no difference to accuracy.",
+        source="S1, one seed",
+        command="arms.yaml",
+        n=constant.n,
+        measured=f"accuracy of samples against the sequence mean: constant {signed(constant)}, token mean "
+        f"{signed(tokens)}",
+        verdict=FAILS if told_apart else OPEN,
+    )
+
+
+def weight_of_extremes() -> Claim:
+    """The size of advantages in easy and hard groups against that in middling ones."""
+    sizes = {scale: {row["pass_rate"]: row[scale] for row in rows_of("groups")} for scale in ("std", "none")}
+    ratio = {scale: sizes[scale][0.05] / sizes[scale][0.5] for scale in sizes}
+    return Claim(
+        text="The standard deviation gives easy and hard questions more weight.",
+        source="S0 (Dr. GRPO)",
+        command="advantages.py groups",
+        n=0,
+        measured=f"sum of advantages' sizes at a pass rate of 0.05 or 0.95 against 0.5: {ratio['std']:.2f} with it, "
+        f"{ratio['none']:.2f} without: {ratio['std'] / ratio['none']:.2f} times as much, but still less than middling",
+        verdict=HOLDS if ratio["std"] > ratio["none"] else FAILS,
+    )
+
+
+def effect_of_std() -> Claim:
+    """Training without the standard deviation, and the spread between seeds."""
+    one = difference("no_std", "grpo", "reward/mean.final")
+    return Claim(
+        text="Keep the standard deviation: without it accuracy is .06 lower.",
+        source="S1, one seed",
+        command="arms.yaml",
+        n=one.n,
+        measured=f"without: {signed(one)} of the accuracy of samples; GRPO's standard deviation between seeds is "
+        f"{one.baseline_sd:.3f}",
+        verdict=side(one, expected=-1),
+    )
+
+
+def baseline_needed() -> Claim:
+    """REINFORCE on raw rewards against GRPO."""
+    one = difference("no_baseline", "grpo", "reward/mean.final")
+    return Claim(
+        text="A baseline is essential.",
+        source="S1",
+        command="arms.yaml",
+        n=one.n,
+        measured=f"without: {signed(one)} of the accuracy of samples",
+        verdict=side(one, expected=-1),
+    )
+
+
+def estimators_of_kl() -> Claim:
+    """Bias and variance of k3 against k1."""
+    sds = {
+        noise: {name: mean(where("kl_estimators", "relative_sd", noise=noise, estimator=name)) for name in ("k1", "k3")}
+        for noise in sorted({row["noise"] for row in rows_of("kl_estimators")})
+    }
+    worse = [noise for noise, sd in sds.items() if sd["k3"] > sd["k1"]]
+    bias = max(abs(row["relative_bias"]) for row in rows_of("kl_estimators") if row["estimator"] == "k3")
+    near, far = (
+        interval(where("kl_estimators", "gradient_cosine", noise=noise, estimator="k3"), 2) for noise in (0.1, 3.0)
+    )
+    kl = mean(where("kl_estimators", "kl", noise=min(worse, default=math.nan), estimator="k3"))
+    return Claim(
+        text="k3 estimates the KL without bias, never below 0, and with less variance than k1.",
+        source="S0, S2, S4 use it",
+        command="kl_estimators.py",
+        n=len(where("kl_estimators", "kl", noise=0.1, estimator="k3")),
+        measured=f"bias at most {bias:.0e} of the KL; more variable than k1 from {kl:.1f} nats on; as a loss its gradient "
+        f"has a cosine of {near} with the KL's near the reference, {far} at "
+        f"{mean(where('kl_estimators', 'kl', noise=3.0, estimator='k3')):.1f} nats",
+        verdict="holds near the reference" if worse else HOLDS,
+    )
+
+
+def early_signs() -> Claim:
+    """Which metric leaves the range of healthy runs first."""
+    ends = collapses()
+    firsts = {sign: sum(first_of(seed) == sign for seed in ends) for sign in SIGNS}
+    ties = sum(first_of(seed) == "" for seed in ends)
+    shares = ", ".join(f"{SIGNS[sign]} {count}" for sign, count in firsts.items())
+    return Claim(
+        text="A rate that is too high collapses the policy, and KL, gradient norm, entropy or length show it first.",
+        source="S1 (1e-4), S0",
+        command="arms.yaml",
+        n=len(finals("high_rate", "reward/mean.final")),
+        measured=f"at 30 times the rate {len(ends)} seeds collapse; alone the first to leave the range of healthy runs: "
+        f"{shares}, several at once {ties}",
+        verdict=HOLDS if ends and sum(firsts.values()) + ties == len(ends) else OPEN,
+    )
+
+
+def first_of(seed: int) -> str:
+    """The sign that leaves the healthy range alone before all others; empty where several do."""
+    first = onsets(seed)
+    earliest = min(first.values(), default=0)
+    names = [sign for sign, step in first.items() if step == earliest]
+    return names[0] if len(names) == 1 else ""
+
+
+def informative_groups() -> Claim:
+    """The share of groups whose rewards differ, early and late."""
+    early, late = (
+        {seed: mean(values[part]) for seed, values in steps("grpo", "groups/informative_fraction").items()}
+        for part in (slice(0, 5), slice(-5, None))
+    )
+    return Claim(
+        text="Few groups teach: most have equal rewards (.9 with coarse rewards, 7 of 16 late in training).",
+        source="S0, S1",
+        command="arms.yaml, read_runs.py groups",
+        n=len(early),
+        measured=f"informative groups in the first five steps {interval(list(early.values()), 2)}, in the last five "
+        f"{interval(list(late.values()), 2)}; by difficulty below",
+        verdict="depends on the task's difficulty",
+    )
+
+
+def memory() -> Claim:
+    """Memory of cross-entropy against log_softmax and chunks."""
+    peaks = {way: mean(where("memory", "peak_mib", way=way)) for way in ("log_softmax", "cross_entropy", "token_logprobs")}
+    kept = {way: mean(where("memory", "kept_mib", way=way)) for way in peaks}
+    spared = peaks["cross_entropy"] < 0.9 * peaks["log_softmax"]
+    return Claim(
+        text="Cross-entropy in place of log_softmax saves memory.",
+        source="S0",
+        command="memory.py",
+        n=len(where("memory", "peak_mib", way="log_softmax")),
+        measured=f"peak of forward and backward: log_softmax {peaks['log_softmax']:,.0f} MiB, cross_entropy "
+        f"{peaks['cross_entropy']:,.0f}, flatpeak's chunks {peaks['token_logprobs']:,.0f}; kept for the backward pass "
+        f"{kept['log_softmax']:,.0f}, {kept['cross_entropy']:,.0f} and {kept['token_logprobs']:,.0f}",
+        verdict="holds" if spared else "does not hold in eager PyTorch; chunks do",
+    )
+
+
+def equal_rewards() -> Claim:
+    """Advantages of groups with equal rewards."""
+    rows = rows_of("equal_rewards")
+    wrong = [row for row in rows if row["formula_1e-08"] > 0.01]
+    ours = max(row[f"flatpeak_{eps}"] for row in rows for eps in ("1e-08", "1e-06", "0.0001"))
+    at = next(row["formula_1e-08"] for row in rows if row["reward"] == 1.2)
+    return Claim(
+        text="A group with equal rewards has advantage 0.",
+        source="S4 (float32, eps 1e-8)",
+        command="advantages.py equal",
+        n=0,
+        measured=f"the formula gives eight rewards of 1.2 an advantage of size {at:.3f}, and {len(wrong)} of {len(rows)} "
+        f"rewards from 0.1 to 3 one above 0.01; flatpeak at most {ours:g}",
+        verdict="does not hold for the formula as written",
+    )
+
+
+def rounding() -> Claim:
+    """Weights in bfloat16 under a small rate."""
+    changed, masters = (
+        mean(where("rounding", "share_of_way", rate=1e-6, masters=kind)) for kind in ("False", "True")
+    )
+    first = interval(where("rounding", "changed_by_first", rate=1e-6, masters="False"), 3)
+    return Claim(
+        text="A rate of 1e-6 barely moves the model.",
+        source="S1 (bfloat16 weights)",
+        command="rounding.py",
+        n=len(where("rounding", "changed_by_first", rate=1e-6, masters="False")),
+        measured=f"an update changes {first} of bfloat16 weights, and 20 updates of one sign go {changed:.2f} of their "
+        f"way; with float32 masters {masters:.2f}",
+        verdict="holds, by rounding as well as by the rate",
+    )
+
+
+def splits() -> Claim:
+    """Normalization by micro-batch."""
+    longest, tokens = (
+        interval(where("splits", "relative_difference", normalization=name, micro_batch=4), 2)
+        for name in ("longest", "token_mean")
+    )
+    alike = max(where("splits", "from_sequence_mean", normalization="longest", micro_batch=1))
+    return Claim(
+        text="Micro-batches only save memory; the gradient is the same.",
+        source="S1 (`microbatch`), S2 (token mean)",
+        command="splits.py",
+        n=len(where("splits", "relative_difference", normalization="longest", micro_batch=4)),
+        measured=f"micro-batches of 4 that normalize by themselves are off by {longest} of the gradient's norm (longest) "
+        f"and {tokens} (token mean); of 1, longest is the sequence mean (difference {alike:.0e})",
+        verdict="does not hold where each micro-batch normalizes by itself",
+    )
+
+
+def adapter_dropout() -> Claim:
+    """Ratios under the dropout of adapters."""
+    gaps = {
+        arm: [[values[0] for values in steps(arm, "policy/ratio_max_gap").values()],
+              [max(values[1:]) for values in steps(arm, "policy/ratio_max_gap").values()]]
+        for arm in ("adapters", "adapters_dropout")
+    }  # fmt: skip
+    first, later = gaps["adapters_dropout"]
+    return Claim(
+        text="Dropout in adapters makes ratios other than 1 before any update.",
+        source="S4's defaults",
+        command="arms.yaml",
+        n=len(first),
+        measured=f"largest distance from 1 in step 1: {max(first):.0e}, in steps 2 to 5: {interval(later, 3)}; without "
+        f"dropout at most {max(gaps['adapters'][1]):.0e}",
+        verdict="does not hold in step 1, holds after it" if max(first) < 1e-5 < min(later) else OPEN,
+    )
+
+
+CLAIMS: Sequence[Callable[[], Claim]] = (
+    no_effect_of_the_clip,
+    loss_reads_zero,
+    length_bias,
+    normalizations_differ,
+    weight_of_extremes,
+    effect_of_std,
+    baseline_needed,
+    estimators_of_kl,
+    early_signs,
+    informative_groups,
+    memory,
+    equal_rewards,
+    rounding,
+    splits,
+    adapter_dropout,
+)
+
+
+def seeds() -> list[int]:
+    """The seeds of the sweep."""
+    return sorted({row["seed"] for row in sweep("arms").rows})
