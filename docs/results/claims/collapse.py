@@ -14,7 +14,8 @@ SIGNS: Final = {
     "rollout/length_mean": "length",
     "groups/informative_fraction": "informative groups",
 }
-HEALTHY, TESTED: Final = "grpo", "high_rate"
+HEALTHY: Final = "grpo"
+TESTED: Final = "high_rate"
 STEPS: Final = 30
 """Steps of the tested arm; healthy runs count as far."""
 COLLAPSED: Final = 0.5
