@@ -28,16 +28,23 @@ def losses() -> str:
 
 
 def training() -> str:
-    """Accuracy and lengths at the end by arm, as differences from GRPO."""
+    """Accuracy and lengths at the end by sweep and arm, as differences from GRPO."""
     columns = {
         "Accuracy of samples": "reward/mean.final",
         "greedy, held out": "eval/sorting/accuracy.last",
         "Characters of wrong answers": "reward/correctness/wrong_length.final",
         "of right ones": "reward/correctness/right_length.final",
     }
-    rows = [[ARMS["grpo"], *(interval(list(finals("grpo", column).values())) for column in columns.values())]]
-    for arm in list(ARMS)[1:]:
-        rows.append([ARMS[arm], *(signed(difference(arm, "grpo", column)) for column in columns.values())])
+    rows = []
+    for name, shown_as in {"training": "four updates a step", "arms": "one update a step"}.items():
+        rows.append(
+            [
+                f"**{shown_as}**, GRPO",
+                *(interval(list(finals("grpo", one, of=name).values())) for one in columns.values()),
+            ]
+        )
+        for arm in (arm for arm in list(ARMS)[1:] if finals(arm, "reward/mean.final", of=name)):
+            rows.append([ARMS[arm], *(signed(difference(arm, one, of=name)) for one in columns.values())])
     return markdown(["Arm", *columns], rows)
 
 

@@ -41,9 +41,9 @@ def where(name: str, column: str, **fixed: float | str) -> list[float]:
     return [row[column] for row in rows_of(name) if all(row[key] == value for key, value in fixed.items())]
 
 
-def finals(arm: str, column: str) -> dict[int, float]:
-    """A column of the sweep's table by seed."""
-    rows = [row for row in sweep("arms").rows if row["arm"] == arm and row["status"] == "done"]
+def finals(arm: str, column: str, *, of: str = "arms") -> dict[int, float]:
+    """A column of an arm in a sweep's table, by seed."""
+    rows = [row for row in sweep(of).rows if row["arm"] == arm and row["status"] == "done"]
     return {row["seed"]: math.nan if row[column] is None else row[column] for row in rows}
 
 
@@ -65,9 +65,9 @@ def steps(arm: str, metric: str) -> dict[int, list[float]]:
     }
 
 
-def difference(arm: str, baseline: str, column: str) -> Difference:
-    """An arm minus its baseline on shared seeds."""
-    ours, theirs = finals(arm, column), finals(baseline, column)
+def difference(arm: str, column: str, *, of: str) -> Difference:
+    """An arm minus GRPO on shared seeds."""
+    ours, theirs = finals(arm, column, of=of), finals("grpo", column, of=of)
     shared = sorted(ours.keys() & theirs.keys())
     return paired_t([ours[seed] for seed in shared], [theirs[seed] for seed in shared])
 
