@@ -21,7 +21,7 @@ from torch import Tensor
 from flatpeak.functional import token_logprobs
 from flatpeak.utils.peak_memory import ProcessPeak
 
-TOKENS, WIDTH, VOCABULARY, SEEDS = 2048, 128, 50257, range(5)
+TOKENS, WIDTH, VOCABULARY, SEEDS = 2048, 128, 50257, range(3)
 MIB = 2**20
 
 

@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-WEIGHTS, UPDATES, SEEDS = 1_000_000, 20, range(10)
+WEIGHTS, UPDATES, SEEDS = 200_000, 20, range(10)
 RATES = (1e-6, 3e-6, 1e-5, 3e-5)
 
 

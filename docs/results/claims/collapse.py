@@ -48,3 +48,8 @@ def onsets(seed: int) -> dict[str, int]:
         if outside:
             first[metric] = outside[0]
     return first
+
+
+def leads(sign: str) -> list[float]:
+    """The steps from a sign's onset to the collapse, negative where it comes after, of the seeds that collapse."""
+    return [float(end - first[sign]) for seed, end in collapses().items() if sign in (first := onsets(seed))]

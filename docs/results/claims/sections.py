@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from claims import max_loss
-from collapse import SIGNS, collapses, onsets
+from collapse import SIGNS, collapses, leads, onsets
 from tables import difference, finals, interval, markdown, mean, rows_of, signed, steps, where
 
 ARMS = {
@@ -84,6 +84,7 @@ def collapse() -> str:
     for seed in sorted(steps("high_rate", "reward/mean")):
         first = onsets(seed)
         rows.append([str(seed), *(str(first.get(sign, "")) for sign in SIGNS), str(ends.get(seed, ""))])
+    rows.append(["steps before", *(interval(leads(sign), 1) for sign in SIGNS), ""])
     return markdown(["Seed", *SIGNS.values(), "collapsed"], rows)
 
 
