@@ -34,6 +34,7 @@ def training() -> str:
         "greedy, held out": "eval/sorting/accuracy.last",
         "Characters of wrong answers": "reward/correctness/wrong_length.final",
         "of right ones": "reward/correctness/right_length.final",
+        "Entropy, nats": "policy/entropy.final",
     }
     rows = []
     for name, shown_as in {"training": "four updates a step", "arms": "one update a step"}.items():
