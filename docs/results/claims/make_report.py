@@ -42,7 +42,7 @@ def claims_table() -> str:
     """A numbered row for each claim."""
     rows = []
     for position, claim in enumerate((claim() for claim in CLAIMS), 1):
-        cells = [f"{claim.text} ({claim.source})", f"`{claim.command}`", str(claim.n or "exact")]
+        cells = [f"{claim.text} *{claim.source}*", f"`{claim.command}`", str(claim.n or "exact")]
         rows.append([str(position), *cells, claim.measured, f"**{claim.verdict}**"])
     return markdown(["", "Claim (whose)", "Tested by", "n", "Measured", "Verdict"], rows)
 

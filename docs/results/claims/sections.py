@@ -105,29 +105,6 @@ def informative() -> str:
     )
 
 
-def memory() -> str:
-    """Memory and time by way of computing log-probabilities."""
-    rows = []
-    for way in ("log_softmax", "cross_entropy", "token_logprobs"):
-        columns = [where("memory", name, way=way) for name in ("kept_mib", "peak_mib", "cpu_seconds")]
-        rows.append(
-            [f"`{way}`", *(interval(values, digits) for values, digits in zip(columns, (0, 0, 2), strict=True))]
-        )
-    return markdown(["Way", "Kept for backward, MiB", "Peak, MiB", "CPU-seconds"], rows)
-
-
-def rounding() -> str:
-    """Movement of bfloat16 weights by learning rate."""
-    rows = []
-    for rate in sorted({row["rate"] for row in rows_of("rounding")}):
-        own = [
-            interval(where("rounding", column, rate=rate, masters=kind))
-            for kind, column in (("False", "changed_by_first"), ("False", "share_of_way"), ("True", "share_of_way"))
-        ]
-        rows.append([f"{rate:.0e}", *own])
-    return markdown(["Rate", "Changed by an update", "Share of the way of 20 updates", "the same with masters"], rows)
-
-
 def splits() -> str:
     """Distance of the split gradient by normalization and micro-batch."""
     names = {"sequence_mean": "sequence mean", "constant": "constant", "token_mean": "token mean", "longest": "longest"}
@@ -151,7 +128,5 @@ SECTIONS: Mapping[str, Callable[[], str]] = {
     "kl": kl,
     "collapse": collapse,
     "informative": informative,
-    "memory": memory,
-    "rounding": rounding,
     "splits": splits,
 }
