@@ -124,8 +124,8 @@ def effect_of_std() -> Claim:
         source="GRPO from Scratch, one seed",
         command="training.yaml",
         n=one.n,
-        measured=f"without: {signed(one)} of the accuracy of samples, {signed(greedy)} of greedy answers; GRPO's standard "
-        f"deviations between seeds are {one.baseline_sd:.3f} and {greedy.baseline_sd:.3f}",
+        measured=f"without: {signed(one)} of the accuracy of samples, {signed(greedy)} of greedy answers; GRPO's "
+        f"standard deviations between seeds are {one.baseline_sd:.3f} and {greedy.baseline_sd:.3f}",
         verdict=f"samples: {no_difference(one) if samples == OPEN else samples}; greedy: {side(greedy, expected=-1)}",
     )
 
@@ -172,7 +172,7 @@ def estimators_of_kl() -> Claim:
 
 def early_signs() -> Claim:
     """How many steps before the collapse each metric leaves the range of healthy runs."""
-    ends = collapses()
+    ends, seeds = collapses(), finals("high_rate", "reward/mean.final")
     early = {sign: mean_over_seeds(leads(sign)) for sign in SIGNS}
     named = ", ".join(f"{SIGNS[sign]} {interval(leads(sign), 1)}" for sign in SIGNS)
     warn = [SIGNS[sign] for sign, one in early.items() if one.low > 0]
@@ -180,9 +180,9 @@ def early_signs() -> Claim:
         text="KL, gradient norm, entropy and length show a collapse by too high a rate before it comes.",
         source="GRPO from Scratch, at 1e-4",
         command="arms.yaml",
-        n=len(finals("high_rate", "reward/mean.final")),
-        measured=f"at 30 times the rate {len(ends)} of the seeds collapse; steps from leaving the range of healthy runs to "
-        f"the collapse: {named}",
+        n=len(seeds),
+        measured=f"at 30 times the rate {len(ends)} of {len(seeds)} seeds collapse; steps from leaving the range of "
+        f"healthy runs to the collapse: {named}",
         verdict=f"holds for {' and '.join(warn)} only" if 0 < len(warn) < len(SIGNS) else HOLDS if warn else OPEN,
     )
 
@@ -215,9 +215,10 @@ def memory() -> Claim:
         source="Dr. GRPO with GR",
         command="memory.py",
         n=len(where("memory", "peak_mib", way=ways[0])),
-        measured=f"peak of forward and backward for 2,048 tokens and a vocabulary of 50,257: log_softmax {peaks[0]:,.0f} "
-        f"MiB, cross_entropy {peaks[1]:,.0f}, flatpeak's chunks {peaks[2]:,.0f}, in {seconds[2] / seconds[0]:.2f} times "
-        f"the CPU time; kept between the passes: {kept[0]:,.0f}, {kept[1]:,.0f} and {kept[2]:,.0f}",
+        measured=f"peak of forward and backward for 2,048 tokens and a vocabulary of 50,257: log_softmax "
+        f"{peaks[0]:,.0f} MiB, cross_entropy {peaks[1]:,.0f}, flatpeak's chunks {peaks[2]:,.0f}, in "
+        f"{seconds[2] / seconds[0]:.2f} times the CPU time; kept between the passes: {kept[0]:,.0f}, {kept[1]:,.0f} and "
+        f"{kept[2]:,.0f}",
         verdict=HOLDS if peaks[1] < 0.9 * peaks[0] else "does not hold on the CPU; chunks do save it",
     )
 
@@ -252,7 +253,8 @@ def rounding() -> Claim:
         command="rounding.py",
         n=len(where("rounding", "changed_by_first", rate=1e-6, masters="False")),
         measured=f"simulated, weights of sd 0.02: an update changes {first:.3f} of them, and 20 updates of one sign go "
-        f"{low:.3f} of their way ({high:.2f} at 3e-5); with float32 masters {masters:.2f}, and all of it in more updates",
+        f"{low:.3f} of their way ({high:.2f} at 3e-5); with float32 masters {masters:.2f}, which lag by half "
+        "a rounding step",
         verdict="holds, but rounding is most of it" if low < 0.5 * masters else OPEN,
     )
 
