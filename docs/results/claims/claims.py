@@ -190,8 +190,8 @@ def early_signs() -> Claim:
 def informative_groups() -> Claim:
     """The share of groups whose rewards differ, early and late."""
     early, late = (
-        {seed: mean(values[part]) for seed, values in steps("grpo", "groups/informative_fraction").items()}
-        for part in (slice(0, 5), slice(-5, None))
+        {seed: mean(values[window]) for seed, values in steps("grpo", "groups/informative_fraction").items()}
+        for window in (slice(0, 5), slice(-5, None))
     )
     return Claim(
         text="Most groups have equal rewards and teach nothing (0.9 of them, or 7 of 16 late in training).",
@@ -217,8 +217,8 @@ def memory() -> Claim:
         n=len(where("memory", "peak_mib", way=ways[0])),
         measured=f"peak of forward and backward for 2,048 tokens and a vocabulary of 50,257: log_softmax "
         f"{peaks[0]:,.0f} MiB, cross_entropy {peaks[1]:,.0f}, flatpeak's chunks {peaks[2]:,.0f}, in "
-        f"{seconds[2] / seconds[0]:.2f} times the CPU time; kept between the passes: {kept[0]:,.0f}, {kept[1]:,.0f} and "
-        f"{kept[2]:,.0f}",
+        f"{seconds[2] / seconds[0]:.2f} times the CPU time; kept between the passes: {kept[0]:,.0f}, {kept[1]:,.0f} "
+        f"and {kept[2]:,.0f}",
         verdict=HOLDS if peaks[1] < 0.9 * peaks[0] else "does not hold on the CPU; chunks do save it",
     )
 

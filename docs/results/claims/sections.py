@@ -37,10 +37,10 @@ def training() -> str:
         "Entropy, nats": "policy/entropy.final",
     }
     rows = []
-    for name, shown_as in {"training": "four updates a step", "arms": "one update a step"}.items():
+    for name, label in {"training": "four updates a step", "arms": "one update a step"}.items():
         rows.append(
             [
-                f"**{shown_as}**, GRPO",
+                f"**{label}**, GRPO",
                 *(interval(list(finals("grpo", one, of=name).values())) for one in columns.values()),
             ]
         )
@@ -110,13 +110,13 @@ def splits() -> str:
     names = {"sequence_mean": "sequence mean", "constant": "constant", "token_mean": "token mean", "longest": "longest"}
     rows = [
         [
-            shown_as,
+            label,
             *(
                 interval(where("splits", "relative_difference", normalization=name, micro_batch=size), 2)
                 for size in (1, 4, 16)
             ),
         ]
-        for name, shown_as in names.items()
+        for name, label in names.items()
     ]
     return markdown(["Normalization", "micro-batches of 1", "of 4", "of 16"], rows)
 
