@@ -36,7 +36,7 @@ def by_cross_entropy(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) ->
 
 
 def by_chunks(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
-    """flatpeak's chunks."""
+    """Chunks of logits, by flatpeak."""
     return token_logprobs(hidden_TD, weight_VD, targets_T)[0]
 
 

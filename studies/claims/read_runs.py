@@ -1,4 +1,4 @@
-"""What the tables of the sweep arms.yaml lack, read from its runs.
+"""Weights and groups of the runs of arms.yaml, which its table lacks.
 
     python studies/claims/read_runs.py weights > docs/results/claims/weights.csv
     python studies/claims/read_runs.py groups > docs/results/claims/informative.csv

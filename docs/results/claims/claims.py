@@ -171,7 +171,7 @@ def estimators_of_kl() -> Claim:
 
 
 def early_signs() -> Claim:
-    """How many steps before the collapse each metric leaves the range of healthy runs."""
+    """The steps from each metric leaving the range of healthy runs to the collapse."""
     ends, seeds = collapses(), finals("high_rate", "reward/mean.final")
     early = {sign: mean_over_seeds(leads(sign)) for sign in SIGNS}
     named = ", ".join(f"{SIGNS[sign]} {interval(leads(sign), 1)}" for sign in SIGNS)
@@ -260,7 +260,7 @@ def rounding() -> Claim:
 
 
 def splits() -> Claim:
-    """Normalization by micro-batch."""
+    """The gradient where micro-batches normalize by themselves."""
     longest, tokens = (
         interval(where("splits", "relative_difference", normalization=name, micro_batch=4), 2)
         for name in ("longest", "token_mean")
