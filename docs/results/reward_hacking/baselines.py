@@ -9,7 +9,7 @@ from typing import Any
 
 from early_stopping import Curve, Curves, Row, Rule, at_budget, at_step
 from estimates import count, interval, markdown, mean, paired_difference
-from hypotheses import HORIZON, Registered, Runs, differ, final_gold, hacked_seeds
+from hypotheses import HORIZON, Registered, Runs, differ, final_gold, hacked_seeds, runs_of
 
 from flatpeak.experiments.table import SweepTable
 
@@ -156,7 +156,7 @@ def tuning_section(table: SweepTable) -> str:
             cells.append(
                 f"{mark}{value:g}: {mean(list(runs.gold().values())):.3f} ({sum(runs.hacked().values())}){mark}"
             )
-        rows.append([arm, *cells, *[""] * (4 - len(cells))])
+        rows.append([arm, *cells])
         if best in (min(tried), max(tried)):
             at_edge.append(f"{arm} {best:g}")
     seeds = sorted({row["seed"] for row in table.rows})
@@ -164,8 +164,13 @@ def tuning_section(table: SweepTable) -> str:
         f"Mean final gold over tuning seeds {seeds[0]} to {seeds[-1]}, and in parentheses how many of the {len(seeds)} "
         "were hacked; the chosen strength in bold."
     )
-    edges = f"At an edge of its grid: {', '.join(at_edge) or 'none'}."
-    return f"{title}\n\n{markdown(['Arm', *(f'Strength {i}' for i in range(1, 5))], rows)}\n\n{edges}"
+    none = runs_of(table, "none")
+    assert none is not None
+    alone = f"No penalty: {mean(list(none.gold().values())):.3f} ({sum(none.hacked().values())})."
+    edges = f"{alone} At an edge of its grid: {', '.join(at_edge) or 'none'}."
+    most = max(map(len, rows))
+    filled = [[*row, *[""] * (most - len(row))] for row in rows]
+    return f"{title}\n\n{markdown(['Arm', *(f'Strength {i}' for i in range(1, most))], filled)}\n\n{edges}"
 
 
 def arm_section(curves: Curves) -> str:
