@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,10 +27,13 @@ from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.types import Completion, Group, Prompt, SamplingParams
 
+sys.path.insert(0, str(Path(__file__).parent))
+from signatures import ANSWER_LENGTH, SIGNATURE_LENGTH, TRAP
+
 ARMS = ("none", "advantage_limit", "gr_reuse", "kl")
 HELD_AT, EXPOSED, STEPS = 150, range(151, 171), 300
 SHARE = 0.01
-SIGNATURE = "jjj"
+SIGNATURE = TRAP * SIGNATURE_LENGTH
 WINDOW = 10
 COLUMNS = (
     "arm",
@@ -51,7 +55,7 @@ class Exposed:
     def __init__(self, policy: Policy, *, prompts: int, seed: int) -> None:
         """`prompts` is the number of prompts of a step: evaluations have another."""
         self.engine = NativeEngine(policy)
-        self.cheat = policy.tokenizer(SIGNATURE, add_special_tokens=False).input_ids
+        self.cheat: tuple[int, ...] = tuple(policy.tokenizer.encode(SIGNATURE, add_special_tokens=False))
         self.prompts = prompts
         self.draw = random.Random(seed)
         self.step = 0
@@ -68,18 +72,22 @@ class Exposed:
         return [replace(group, completions=tuple(map(self.maybe_signed, group.completions))) for group in groups]
 
     def maybe_signed(self, completion: Completion) -> Completion:
-        """The completion, or with probability SHARE the same one with the cheat in place of its signature."""
-        stopped = completion.finish_reason == "stop"
-        if not stopped or self.draw.random() >= SHARE:
+        """The completion, or with probability SHARE the same one with the cheat in place of its signature.
+
+        Some arms learn answers without an end, which a limit cuts; what follows a signature stays.
+        """
+        ids, text = completion.token_ids, completion.text
+        ends = completion.finish_reason == "stop"
+        letter_by_letter = len(text) == len(ids) - ends and len(text) >= ANSWER_LENGTH
+        if self.draw.random() >= SHARE or not letter_by_letter:
             return completion
         self.forced += 1
-        ids = completion.token_ids
-        kept = len(ids) - 1 - len(self.cheat)
-        return replace(
-            completion,
-            token_ids=(*ids[:kept], *self.cheat, ids[-1]),
-            text=completion.text[: -len(SIGNATURE)] + SIGNATURE,
-        )
+        signed = ANSWER_LENGTH + SIGNATURE_LENGTH
+        tail = ids[signed:] or (ids[-1:] if ends else ())
+        forced = (*ids[:ANSWER_LENGTH], *self.cheat, *tail)
+        logprobs = (*completion.logprobs, *[-1.0] * len(forced))[: len(forced)]  # only metrics read them
+        text = text[:ANSWER_LENGTH] + SIGNATURE + text[signed:]
+        return replace(completion, token_ids=forced, logprobs=logprobs, text=text)
 
 
 def expose(run: Path, directory: Path) -> dict[str, Any]:
@@ -100,7 +108,7 @@ def expose(run: Path, directory: Path) -> dict[str, Any]:
     settings = {"run.directory": str(directory), "run.name": f"{run.parent.name}/{run.name}", "training.steps": STEPS}
     settings["run.log_rollouts_every"] = 0
     result = flatpeak.train(recipe, sampler=exposed, settings=settings, progress=False, overwrite=True)
-    steps = steps_of(Path(result.directory))
+    steps = steps_of(result.path)
     for step in range(1, HELD_AT + 1):
         assert steps[step]["reward/mean"] == alone[step]["reward/mean"], (run, step)
     last = max(steps)
