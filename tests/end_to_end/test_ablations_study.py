@@ -69,9 +69,9 @@ def test_the_sweeps_that_the_page_shows_can_be_planned() -> None:
 
 
 def test_verdicts_follow_the_interval_and_the_claim(report: ModuleType) -> None:
-    def verdict(differences: list[float], expected: int | None) -> str:
+    def verdict(differences: list[float], expected: int | None, published: str = "") -> str:
         late = paired_t(differences, [0.0] * len(differences))
-        one = report.Comparison(arm="a", label="a", expected=expected)
+        one = report.Comparison(arm="a", label="a", expected=expected, published=published)
         return str(report.verdict(report.Result(comparison=one, late=late, whole=late, p=late.p)))
 
     better, same, wide = [0.09, 0.1, 0.11], [-0.001, 0.0, 0.001], [-0.2, 0.0, 0.2]
@@ -80,6 +80,7 @@ def test_verdicts_follow_the_interval_and_the_claim(report: ModuleType) -> None:
     assert verdict(better, None) == "better"
     # Student's t with two degrees of freedom: 4.3027 * 0.001 / sqrt(3).
     assert verdict(same, 0) == "agrees: no difference larger than 0.002"
-    assert verdict(same, -1) == "disagrees: no difference larger than 0.002"
+    assert verdict(same, -1, ".687 against .740") == "disagrees: no difference larger than 0.002"
+    assert verdict(same, -1, ".739 against .740") == verdict(same, -1) == "no difference larger than 0.002"
     assert verdict([0.0, 0.0], 0) == "agrees: the same" and verdict([0.0, 0.0], None) == "the same"
     assert verdict(wide, 0) == verdict(wide, None) == verdict([0.1], 1) == "undecided"
