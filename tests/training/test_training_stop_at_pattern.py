@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+import flatpeak.runs.paid_patterns as paid_patterns_module
+from flatpeak.errors import UserError
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.runs.paid_patterns import SPREADS, most_spreads, paid_patterns
@@ -84,10 +86,18 @@ def test_only_a_step_that_is_logged_has_the_value(tmp_path: Path) -> None:
     assert most_spreads(run, 2) == {}
 
 
-def test_a_damaged_file_among_the_last_five_gives_no_value(tmp_path: Path) -> None:
+def test_a_damaged_file_among_the_last_five_is_no_silent_end_of_the_alarm(tmp_path: Path) -> None:
     run = write_steps(tmp_path, rows_of_answers(seed=1), rows_of_answers(seed=2))
     (run.rollouts / "step_000001.jsonl").write_text('{"reward": 1')
-    assert most_spreads(run, 2) == {}
+    with pytest.raises(UserError, match=r"step_000001\.jsonl is incomplete"):
+        most_spreads(run, 2)
+
+
+def test_large_steps_are_not_pooled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_steps(tmp_path, rows_of_answers(cheat="trick", seed=1), rows_of_answers(seed=2))
+    assert most_spreads(run, 2)[SPREADS] > 1
+    monkeypatch.setattr(paid_patterns_module, "MOST_ROWS", 96 + 95)  # a step has 96
+    assert most_spreads(run, 2) == {SPREADS: 0.0}
 
 
 def test_a_fork_does_not_count_the_steps_before_it(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from flatpeak.policy.config import ModelConfig, ReferenceConfig
 from flatpeak.rewards.config import NumberConfig, RewardConfig
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.runs.config import RunSectionConfig
+from flatpeak.runs.paid_patterns import SPREADS
 from flatpeak.tasks.arithmetic import ArithmeticConfig
 from flatpeak.tasks.config import TaskConfig
 from flatpeak.tasks.prompts import PromptConfig
@@ -216,7 +217,7 @@ class RunConfig(StrictConfig):
     @model_validator(mode="after")
     def _logs_what_stops(self) -> RunConfig:
         stop = self.training.stop_when
-        if stop is None or stop.metric != "patterns/spreads":
+        if stop is None or stop.metric != SPREADS:
             return self
         if self.run.log_rollouts_every != 1:
             raise ValueError(

@@ -15,7 +15,6 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, Final
 
-from flatpeak.errors import UserError
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.manifest import read_starts
 from flatpeak.runs.rollout_log import logged_steps, read_rollouts
@@ -237,7 +236,7 @@ def logged_patterns(directory: Path, step: int) -> tuple[list[int], list[Pattern
 
 
 def most_spreads(run: RunPaths, step: int) -> dict[str, float]:
-    """The metric SPREADS of a step; none where it is not logged, or cannot be read, as on a full disk.
+    """The metric SPREADS of a step; none where it is not logged, as on a full disk. UserError for a damaged log.
 
     Steps before a fork are left out: another reward may have paid for them.
     """
@@ -245,11 +244,7 @@ def most_spreads(run: RunPaths, step: int) -> dict[str, float]:
     logged = {one: path for one, path in logged_steps(run.rollouts).items() if one > since}
     if step not in logged:
         return {}
-    try:
-        _, rows = _pooled(logged, step)
-    except (OSError, UserError):  # a log is worth less than the run
-        return {}
-    paid = _paid(rows)
+    paid = _paid(_pooled(logged, step)[1])
     return {SPREADS: max((gains.mean for gains in paid.gains.values()), default=0.0) / paid.spread}
 
 

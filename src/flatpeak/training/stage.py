@@ -11,6 +11,8 @@ from torch import Tensor
 
 from flatpeak.errors import nearest
 from flatpeak.rollout.randomness import derive_seed
+from flatpeak.runs.directory import RunPaths
+from flatpeak.runs.paid_patterns import SPREADS, most_spreads
 from flatpeak.training.config import StopWhenConfig
 from flatpeak.training.history import SkippedUpdateMonitor
 from flatpeak.training.learner import seeded
@@ -142,6 +144,10 @@ class StopCondition:
     def met(self) -> bool:
         """Whether the condition is met, so that the run ends."""
         return self.reason is not None
+
+    def measure(self, run: RunPaths, step: int) -> dict[str, float]:
+        """The metric of a logged step that is measured for this condition alone; empty for others."""
+        return most_spreads(run, step) if self.config is not None and self.config.metric == SPREADS else {}
 
     def observe(self, step: int, metrics: Mapping[str, float], *, notice: Callable[[str], None]) -> None:
         """Add a step to the window, with a notice where the condition is met, or the first step lacks the metric."""

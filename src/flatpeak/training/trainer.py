@@ -18,7 +18,6 @@ from flatpeak.policy.reference import ReferenceResets
 from flatpeak.protocols import Sampler
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.rollout.randomness import derive_seed
-from flatpeak.runs.paid_patterns import SPREADS, most_spreads
 from flatpeak.training.batch import collate, minibatches, per_token, take
 from flatpeak.training.collect import Rollouts, advantage_inputs, collect, pass_rates, rollout_seed, with_greedy
 from flatpeak.training.config import TrainingConfig
@@ -281,14 +280,9 @@ class Trainer(StageTrainer):
         objective = self.learner.objective
         # The first rank's: conditions on them, also on times, then hold on all ranks or on none.
         own = {**metrics, **staleness, **self.resets.metrics(), **objective.metrics(), **self.learner.memory.metrics()}
-        shared = self.learner.parallel.ranks.first(lambda: {**own, **self.pattern_metrics(step)})
+        shared = self.learner.parallel.ranks.first(lambda: {**own, **self.condition.measure(self.recorder.run, step)})
         self.learner.objective = objective.adapted(shared, advantages_PG.numel())
         return shared
-
-    def pattern_metrics(self, step: int) -> dict[str, float]:
-        """The metric of patterns, where the run may end by it: read from the log, which a resumed run has too."""
-        asked = self.config.training.stop_when
-        return most_spreads(self.recorder.run, step) if asked and asked.metric == SPREADS else {}
 
     def state(self) -> dict[str, Any]:
         """The position in curriculum and data; steps derive all their randomness from their number."""
