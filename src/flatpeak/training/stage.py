@@ -11,7 +11,6 @@ from torch import Tensor
 
 from flatpeak.errors import nearest
 from flatpeak.rollout.randomness import derive_seed
-from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.paid_patterns import SPREADS, most_spreads
 from flatpeak.training.config import StopWhenConfig
 from flatpeak.training.history import SkippedUpdateMonitor
@@ -145,9 +144,9 @@ class StopCondition:
         """Whether the condition is met, so that the run ends."""
         return self.reason is not None
 
-    def measure(self, run: RunPaths, step: int) -> dict[str, float]:
+    def measure(self, recorder: Recorder, step: int) -> dict[str, float]:
         """The metric of a logged step that is measured for this condition alone; empty for others."""
-        return most_spreads(run, step) if self.config is not None and self.config.metric == SPREADS else {}
+        return most_spreads(recorder.run, step) if self.config is not None and self.config.metric == SPREADS else {}
 
     def observe(self, step: int, metrics: Mapping[str, float], *, notice: Callable[[str], None]) -> None:
         """Add a step to the window, with a notice where the condition is met, or the first step lacks the metric."""

@@ -280,7 +280,7 @@ class Trainer(StageTrainer):
         objective = self.learner.objective
         # The first rank's: conditions on them, also on times, then hold on all ranks or on none.
         own = {**metrics, **staleness, **self.resets.metrics(), **objective.metrics(), **self.learner.memory.metrics()}
-        shared = self.learner.parallel.ranks.first(lambda: {**own, **self.condition.measure(self.recorder.run, step)})
+        shared = self.learner.parallel.ranks.first(lambda: {**own, **self.condition.measure(self.recorder, step)})
         self.learner.objective = objective.adapted(shared, advantages_PG.numel())
         return shared
 
