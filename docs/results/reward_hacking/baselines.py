@@ -143,6 +143,17 @@ def registered(curves: Curves, stops: Mapping[str, Stop]) -> list[Registered]:
     ]
 
 
+def registered_again(bed: str, curves: Curves, stops: Mapping[str, Stop]) -> list[Registered]:
+    """The three hypotheses of another bed; without curves it has not run."""
+    none, limit, kl = (read_at(curves[arm], HORIZON) if curves else None for arm in ("none", "advantage_limit", "kl"))
+    lower_rate, alarm = (stops[name].runs if stops else None for name in (LOWER_RATE, ALARM))
+    return [
+        final_gold(f"B1, {bed}", "the lower rate stopped at a KL has more gold than KL", lower_rate, kl, 1),
+        final_gold(f"B3, {bed}", "no penalty stopped at the alarm has more gold than KL", alarm, kl, 1),
+        hacked_seeds(f"B4, {bed}", "the limit is hacked in fewer seeds than none", limit, none),
+    ]
+
+
 def tuning_section(table: SweepTable) -> str:
     """Mean final gold and hacked seeds of every strength that was tried, the chosen one in bold."""
     rows: list[list[str]] = []

@@ -43,6 +43,8 @@ BASELINES_PAGE = HERE / "baselines.md"
 REEXPOSURE_PAGE = HERE / "reexposure.md"
 BEGIN, END = "<!-- study:begin -->", "<!-- study:end -->"
 BEDS = ("sharp", "flat", "learned", "dose-0.01", "dose-0.04", "dose-0.06", "large", "addition")
+BASELINE_BEDS = ("sharp", "flat", "large", "addition")
+"""The beds of the cheap baselines, the one that they were tuned on first."""
 TUNING = {"tuning": "sharp", "large-tuning": "large", "addition-tuning": "addition"}
 """The tables of tuning seeds, and the bed that took its strengths from each."""
 FIGURES = (
@@ -95,19 +97,29 @@ def main() -> int:
 
 
 def baselines_content() -> list[str]:
-    """The tuning of the cheap baselines, and their results once there are any."""
-    names = ("baselines-tuning", "baselines-tuning-curves", "baselines", "baselines-curves", "baselines-alarms")
-    tables = {name: table for name in names if (table := table_of(name)) is not None}
-    tuning = tables["baselines-tuning"]
-    headed = {name: table for name, table in tables.items() if "command" in table.header}
-    content = [provenance(headed, folder=""), "### Tuning", baselines.tuning_section(tuning)]
-    if len(tables) == len(names):
-        curves = early_stopping.curves_of(tables["baselines-curves"])
-        stops = baselines.stops_of(tuning, tables["baselines-tuning-curves"], curves, tables["baselines-alarms"])
-        content += ["### Verdicts", hypothesis_table(baselines.registered(curves, stops))]
-        content += ["### Arms", baselines.arm_section(curves), "### Stops"]
-        content.append(baselines.stop_section(stops, baselines.read_at(curves["kl"], HORIZON)))
-    return content
+    """The tuning of the cheap baselines, and the results of each bed that has run."""
+    tuning, tuning_curves = (read_table(HERE / f"baselines-tuning{end}.csv") for end in ("", "-curves"))
+    tables = {"baselines-tuning": tuning, "baselines-tuning-curves": tuning_curves}
+    content: list[str] = []
+    again: list[Registered] = []
+    for bed in BASELINE_BEDS:
+        names = [f"baselines-{bed}{end}" for end in ("", "-curves", "-alarms")]
+        table, curve_table, alarms = map(table_of, names)
+        curves: early_stopping.Curves = {}
+        stops: Mapping[str, baselines.Stop] = {}
+        if table is not None and curve_table is not None and alarms is not None:
+            tables |= dict(zip(names[:2], (table, curve_table), strict=True))
+            curves = early_stopping.curves_of(curve_table)
+            stops = baselines.stops_of(tuning, tuning_curves, curves, alarms)
+            content += [f"### The {bed} bed", baselines.arm_section(curves)]
+            content.append(baselines.stop_section(stops, baselines.read_at(curves["kl"], HORIZON)))
+        if bed != "sharp":
+            again += baselines.registered_again(bed, curves, stops)
+        elif curves:
+            content.append(hypothesis_table(baselines.registered(curves, stops)))
+    if content:
+        content += ["### Verdicts on the other beds", hypothesis_table(again)]
+    return [provenance(tables, folder=""), "### Tuning", baselines.tuning_section(tuning), *content]
 
 
 def table_of(name: str) -> SweepTable | None:
