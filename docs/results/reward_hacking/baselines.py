@@ -113,7 +113,7 @@ def curves_at_best(table: SweepTable, curves: SweepTable, arm: str) -> dict[int,
 
 
 def registered(curves: Curves, stops: Mapping[str, Stop]) -> list[Registered]:
-    """The hypotheses in the order of baselines.md; all are read at step 300 but for B10 and B11."""
+    """The hypotheses in the order of baselines.md; all are read at step 300 but for parts of B10 and B11."""
     ends = {arm: read_at(own, HORIZON) for arm, own in curves.items()}
     later = {arm: read_at(curves[arm], LONG) for arm in ("kl", "advantage_limit")}
     none, kl, limit, gr = (ends[arm] for arm in ("none", "kl", "advantage_limit", "gr_reuse"))
@@ -140,17 +140,19 @@ def registered(curves: Curves, stops: Mapping[str, Stop]) -> list[Registered]:
         hacked_seeds(
             "B11", "the limit is hacked in more seeds at step 1,000 than at 300", later["advantage_limit"], limit, 1
         ),
+        final_gold("B12", "the limit has more gold than KL", limit, kl, 1),
     ]
 
 
 def registered_again(bed: str, curves: Curves, stops: Mapping[str, Stop]) -> list[Registered]:
-    """The three hypotheses of another bed; without curves it has not run."""
+    """The four hypotheses of another bed; without curves it has not run."""
     none, limit, kl = (read_at(curves[arm], HORIZON) if curves else None for arm in ("none", "advantage_limit", "kl"))
     lower_rate, alarm = (stops[name].runs if stops else None for name in (LOWER_RATE, ALARM))
     return [
         final_gold(f"B1, {bed}", "the lower rate stopped at a KL has more gold than KL", lower_rate, kl, 1),
         final_gold(f"B3, {bed}", "no penalty stopped at the alarm has more gold than KL", alarm, kl, 1),
         hacked_seeds(f"B4, {bed}", "the limit is hacked in fewer seeds than none", limit, none),
+        final_gold(f"B12, {bed}", "the limit has more gold than KL", limit, kl, 1),
     ]
 
 
