@@ -83,7 +83,8 @@ def length_bias() -> Claim:
         n=wrong.n,
         measured=f"constant minus sequence mean: {signed(wrong)} characters of wrong answers at the end, "
         f"{signed(accuracy)} of the accuracy of samples, {signed(greedy)} of greedy answers",
-        verdict=f"length: {side(wrong, expected=-1)}; accuracy: {no_difference(accuracy)}",
+        verdict=f"length: {side(wrong, expected=-1)}; accuracy of samples: {no_difference(accuracy)}, "
+        f"greedy: {no_difference(greedy)}",
     )
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from early_stopping import Curve, Curves, Row, Rule, at_budget, at_step
+from early_stopping import KL, Curve, Curves, Row, Rule, at_budget, at_step
 from estimates import count, interval, markdown, mean, paired_difference
 from hypotheses import HORIZON, Registered, Runs, differ, final_gold, hacked_seeds, runs_of
 
@@ -29,10 +28,11 @@ TUNED = {
 """The setting that each arm was tuned over."""
 
 
-FIXED_STEP, KL_BUDGET, LOWER_RATE, ALARM = (
+FIXED_STEP, KL_BUDGET, LOWER_RATE, KL_AND_STEP, ALARM = (
     "no penalty, at a step",
     "no penalty, at a KL",
     "the lower rate, at a KL",
+    "KL, at a step (not registered)",
     "no penalty, at the alarm",
 )
 READ = ("reward/gold", "reward/exploit")
@@ -46,6 +46,30 @@ class Stop:
     runs: Runs
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bed:
+    """The runs of a bed by arm and seed: rows of the sweep's table, and curves of five steps a row."""
+
+    rows: Mapping[str, Mapping[int, Row]]
+    curves: Curves
+
+    def at(self, arm: str, step: int) -> Runs:
+        """Every run at a step: the mean over the ten steps up to there, or over its last ten where it ended before."""
+        ends = {seed: row for seed, row in self.rows[arm].items() if row["steps"] <= step}
+        later = self.curves[arm].keys() - ends.keys()
+        read = as_runs({seed: [row for row in self.curves[arm][seed] if row["step"] <= step][-2:] for seed in later})
+        return Runs(rows=dict(sorted({**ends, **read.rows}.items())))
+
+
+def bed_of(table: SweepTable, curves: Curves) -> Bed:
+    """The finished runs of a sweep."""
+    rows: dict[str, dict[int, Row]] = {}
+    for row in table.rows:
+        if row["status"] == "done":
+            rows.setdefault(row["arm"], {})[row["seed"]] = row
+    return Bed(rows=rows, curves=curves)
+
+
 def as_runs(rows: Mapping[int, Sequence[Row]]) -> Runs:
     """Runs that end with the mean of some rows of their curves."""
     return Runs(
@@ -53,21 +77,18 @@ def as_runs(rows: Mapping[int, Sequence[Row]]) -> Runs:
     )
 
 
-def read_at(curves: Mapping[int, Curve], step: int) -> Runs:
-    """Every run of an arm at a step: the mean over the ten steps up to there, as in a sweep's table."""
-    return as_runs({seed: [row for row in curve if row["step"] <= step][-2:] for seed, curve in curves.items()})
-
-
 def stopped(curves: Mapping[int, Curve], rule: Rule, threshold: float) -> Runs:
     """Every run of an arm, stopped by a rule: the five steps at which it stops count."""
     return as_runs({seed: [rule(curve, threshold)] for seed, curve in curves.items()})
 
 
-def stopped_at_alarms(curves: Mapping[int, Curve], alarms: SweepTable) -> Runs:
-    """Every run of an arm, stopped in the five steps of its alarm; without an alarm at its end."""
-    steps = {row["seed"]: row["step"] or math.inf for row in alarms.rows}
-    stops = {seed: [row for row in curve if row["step"] >= steps[seed]] for seed, curve in curves.items()}
-    return as_runs({seed: rows[:1] or curves[seed][-1:] for seed, rows in stops.items()})
+def stopped_at_alarms(curves: Mapping[int, Curve], steps: Mapping[int, float | None]) -> Runs:
+    """Every run of an arm, stopped at its alarm: the last five whole steps up to there; without an alarm its last."""
+    before = {
+        seed: [row for row in curve if steps[seed] is None or row["step"] <= steps[seed]]
+        for seed, curve in curves.items()
+    }
+    return as_runs({seed: rows[-1:] or curves[seed][:1] for seed, rows in before.items()})
 
 
 def stops_of(tuning: SweepTable, tuning_curves: SweepTable, curves: Curves, alarms: SweepTable) -> dict[str, Stop]:
@@ -77,14 +98,20 @@ def stops_of(tuning: SweepTable, tuning_curves: SweepTable, curves: Curves, alar
         (FIXED_STEP, "none", at_step, STEPS, "step {:.0f}"),
         (KL_BUDGET, "none", at_budget, BUDGETS, "{:.2g} nat"),
         (LOWER_RATE, "learning_rate", at_budget, BUDGETS, "{:.2g} nat"),
+        (KL_AND_STEP, "kl", at_step, STEPS, "step {:.0f}"),
     ):
         tuned = curves_at_best(tuning, tuning_curves, arm)
-        golds = {one: mean(list(stopped(tuned, rule, one).gold().values())) for one in candidates}
-        best = max(golds, key=lambda one: golds[one])
-        stops[name] = Stop(where=words.format(best), runs=stopped(curves[arm], rule, best))
-    heard = [float(row["step"]) for row in alarms.rows if row["step"] is not None]
-    where = f"steps {min(heard):.0f} to {max(heard):.0f}, {len(heard)} of {len(alarms.rows)} seeds"
-    return stops | {ALARM: Stop(where=where, runs=stopped_at_alarms(curves["none"], alarms))}
+        golds = {value: mean(list(stopped(tuned, rule, value).gold().values())) for value in candidates}
+        best = max(golds, key=lambda value: golds[value])
+        where = words.format(best)
+        if rule is at_budget:
+            reached = sum(any(row[KL] >= best for row in curve) for curve in curves[arm].values())
+            where += f", reached by {reached} of {len(curves[arm])}"
+        stops[name] = Stop(where=where, runs=stopped(curves[arm], rule, best))
+    steps = {row["seed"]: row["step"] for row in alarms.rows if row["arm"] == "none"}
+    rung = [step for step in steps.values() if step is not None]
+    where = f"steps {min(rung):.0f} to {max(rung):.0f}, {len(rung)} of {len(steps)} seeds" if rung else "no alarm"
+    return stops | {ALARM: Stop(where=where, runs=stopped_at_alarms(curves["none"], steps))}
 
 
 def by_strength(table: SweepTable, arm: str) -> dict[Any, Runs]:
@@ -112,10 +139,10 @@ def curves_at_best(table: SweepTable, curves: SweepTable, arm: str) -> dict[int,
     return by_seed
 
 
-def registered(curves: Curves, stops: Mapping[str, Stop]) -> list[Registered]:
+def registered(bed: Bed, stops: Mapping[str, Stop]) -> list[Registered]:
     """The hypotheses in the order of baselines.md; all are read at step 300 but for parts of B10 and B11."""
-    ends = {arm: read_at(own, HORIZON) for arm, own in curves.items()}
-    later = {arm: read_at(curves[arm], LONG) for arm in ("kl", "advantage_limit")}
+    ends = {arm: bed.at(arm, HORIZON) for arm in bed.rows}
+    later = {arm: bed.at(arm, LONG) for arm in ("kl", "advantage_limit")}
     none, kl, limit, gr = (ends[arm] for arm in ("none", "kl", "advantage_limit", "gr_reuse"))
     return [
         final_gold("B1", "the lower rate stopped at a KL has more gold than KL", stops[LOWER_RATE].runs, kl, 1),
@@ -144,58 +171,79 @@ def registered(curves: Curves, stops: Mapping[str, Stop]) -> list[Registered]:
     ]
 
 
-def registered_again(bed: str, curves: Curves, stops: Mapping[str, Stop]) -> list[Registered]:
-    """The four hypotheses of another bed; without curves it has not run."""
-    none, limit, kl = (read_at(curves[arm], HORIZON) if curves else None for arm in ("none", "advantage_limit", "kl"))
-    lower_rate, alarm = (stops[name].runs if stops else None for name in (LOWER_RATE, ALARM))
+def registered_again(name: str, bed: Bed | None, stops: Mapping[str, Stop]) -> list[Registered]:
+    """The four hypotheses of another bed; None where it has not run."""
+    none, limit, kl = (bed.at(arm, HORIZON) if bed else None for arm in ("none", "advantage_limit", "kl"))
+    lower_rate, alarm = (stops[rule].runs if stops else None for rule in (LOWER_RATE, ALARM))
     return [
-        final_gold(f"B1, {bed}", "the lower rate stopped at a KL has more gold than KL", lower_rate, kl, 1),
-        final_gold(f"B3, {bed}", "no penalty stopped at the alarm has more gold than KL", alarm, kl, 1),
-        hacked_seeds(f"B4, {bed}", "the limit is hacked in fewer seeds than none", limit, none),
-        final_gold(f"B12, {bed}", "the limit has more gold than KL", limit, kl, 1),
+        final_gold(f"B1, {name}", "the lower rate stopped at a KL has more gold than KL", lower_rate, kl, 1),
+        final_gold(f"B3, {name}", "no penalty stopped at the alarm has more gold than KL", alarm, kl, 1),
+        hacked_seeds(f"B4, {name}", "the limit is hacked in fewer seeds than none", limit, none),
+        final_gold(f"B12, {name}", "the limit has more gold than KL", limit, kl, 1),
     ]
 
 
 def tuning_section(table: SweepTable) -> str:
-    """Mean final gold and hacked seeds of every strength that was tried, the chosen one in bold."""
+    """Mean final gold and hacked seeds of every strength that was tried, and gold on prompts that RL does not see."""
     rows: list[list[str]] = []
+    other: list[list[str]] = []
     at_edge: list[str] = []
     for arm in TUNED:
         tried = by_strength(table, arm)
         best = best_strength(table, arm)
-        cells = []
-        for value, runs in tried.items():
-            mark = "**" if value == best else ""
-            cells.append(
-                f"{mark}{value:g}: {mean(list(runs.gold().values())):.3f} ({sum(runs.hacked().values())}){mark}"
-            )
-        rows.append([arm, *cells])
+        marks = [(value, "**" if value == best else "") for value in tried]
+        golds = {value: mean(list(runs.gold().values())) for value, runs in tried.items()}
+        hacked = {value: sum(runs.hacked().values()) for value, runs in tried.items()}
+        unseen = {value: mean(at_end(runs.rows, "held_out")) for value, runs in tried.items()}
+        rows.append([arm, *(f"{mark}{value:g}: {golds[value]:.3f} ({hacked[value]}){mark}" for value, mark in marks)])
+        other.append([arm, *(f"{mark}{value:g}: {unseen[value]:.3f}{mark}" for value, mark in marks)])
         if best in (min(tried), max(tried)):
             at_edge.append(f"{arm} {best:g}")
     seeds = sorted({row["seed"] for row in table.rows})
-    title = (
-        f"Mean final gold over tuning seeds {seeds[0]} to {seeds[-1]}, and in parentheses how many of the {len(seeds)} "
-        "were hacked; the chosen strength in bold."
-    )
     none = runs_of(table, "none")
     assert none is not None
-    alone = f"No penalty: {mean(list(none.gold().values())):.3f} ({sum(none.hacked().values())})."
-    edges = f"{alone} At an edge of its grid: {', '.join(at_edge) or 'none'}."
+    header = ["Arm", *(f"Strength {i}" for i in range(1, max(map(len, rows))))]
+    return "\n\n".join(
+        [
+            f"Mean final gold over tuning seeds {seeds[0]} to {seeds[-1]}, and in parentheses how many of the "
+            f"{len(seeds)} were hacked; the chosen strength in bold.",
+            markdown(header, padded(rows)),
+            f"No penalty: {mean(list(none.gold().values())):.3f} ({sum(none.hacked().values())}). "
+            f"At an edge of its grid: {', '.join(at_edge) or 'none'}.",
+            "Gold at step 300 on the eight prompts that SFT taught and RL does not see, which chose nothing:",
+            markdown(header, padded(other)),
+            f"No penalty: {mean(at_end(none.rows, 'held_out')):.3f}; before RL: {mean(before(none.rows)):.3f}.",
+        ]
+    )
+
+
+def before(rows: Mapping[int, Row]) -> list[float]:
+    """Gold on held-out prompts before RL; runs evaluate twice, so that `.auc` is the mean of both."""
+    name = "eval/signatures/sampled/gold_held_out"
+    return [2 * row[f"{name}.auc"] - row[f"{name}.last"] for row in rows.values()]
+
+
+def padded(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Rows of equal length."""
     most = max(map(len, rows))
-    filled = [[*row, *[""] * (most - len(row))] for row in rows]
-    return f"{title}\n\n{markdown(['Arm', *(f'Strength {i}' for i in range(1, most))], filled)}\n\n{edges}"
+    return [[*row, *[""] * (most - len(row))] for row in rows]
 
 
-def arm_section(curves: Curves) -> str:
-    """Every arm at step 300, and those that ran on at step 1,000."""
+def arm_section(bed: Bed) -> str:
+    """Every arm at step 300, and those that ran on at step 1,000, with what only a run's end has: other prompts."""
     rows = []
-    for arm, own in curves.items():
-        for step in (HORIZON, LONG):
-            if step == LONG and all(curve[-1]["step"] <= HORIZON for curve in own.values()):
-                continue
-            runs = read_at(own, step)
-            rows.append([arm, str(step), str(len(own)), *outcome(runs)])
-    return markdown(["Arm", "Step", "Seeds", *OUTCOME], rows)
+    for arm, own in bed.rows.items():
+        last = max(row["steps"] for row in own.values())
+        for step in sorted({HORIZON, max(HORIZON, last)}):
+            others = [interval(at_end(own, split)) if last <= step else "" for split in SPLITS]
+            rows.append([arm, str(step), str(len(own)), *outcome(bed.at(arm, step)), *others])
+    return markdown(["Arm", "Step", "Seeds", *OUTCOME, "Held-out prompts", "Perturbed prompts"], rows)
+
+
+def at_end(rows: Mapping[int, Row], split: str) -> list[float]:
+    """Gold on the prompts of a split at the end of runs; a task without this split has none."""
+    values = [value for row in rows.values() for name, value in row.items() if name.endswith(f"gold_{split}.last")]
+    return [value for value in values if value is not None]
 
 
 def stop_section(stops: Mapping[str, Stop], kl: Runs) -> str:
@@ -207,6 +255,7 @@ def stop_section(stops: Mapping[str, Stop], kl: Runs) -> str:
     return markdown(["Stopped", "Where", *OUTCOME, "Gold less KL's at step 300"], rows)
 
 
+SPLITS = ("held_out", "perturbed")
 OUTCOME = ("Hacked (half or more)", "Cheating", "Gold", "Gold of the worst seed")
 
 

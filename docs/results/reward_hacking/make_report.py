@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -102,21 +103,21 @@ def baselines_content() -> list[str]:
     tables = {"baselines-tuning": tuning, "baselines-tuning-curves": tuning_curves}
     content: list[str] = []
     again: list[Registered] = []
-    for bed in BASELINE_BEDS:
-        names = [f"baselines-{bed}{end}" for end in ("", "-curves", "-alarms")]
-        table, curve_table, alarms = map(table_of, names)
-        curves: early_stopping.Curves = {}
+    for name in BASELINE_BEDS:
+        table = table_of(f"baselines-{name}")
+        bed: baselines.Bed | None = None
         stops: Mapping[str, baselines.Stop] = {}
-        if table is not None and curve_table is not None and alarms is not None:
-            tables |= dict(zip(names[:2], (table, curve_table), strict=True))
-            curves = early_stopping.curves_of(curve_table)
-            stops = baselines.stops_of(tuning, tuning_curves, curves, alarms)
-            content += [f"### The {bed} bed", baselines.arm_section(curves)]
-            content.append(baselines.stop_section(stops, baselines.read_at(curves["kl"], HORIZON)))
-        if bed != "sharp":
-            again += baselines.registered_again(bed, curves, stops)
-        elif curves:
-            content.append(hypothesis_table(baselines.registered(curves, stops)))
+        if table is not None:
+            curves, alarms = (read_table(HERE / f"baselines-{name}-{kind}.csv") for kind in ("curves", "alarms"))
+            tables |= {f"baselines-{name}": table, f"baselines-{name}-curves": curves}
+            bed = baselines.bed_of(table, early_stopping.curves_of(curves))
+            stops = baselines.stops_of(tuning, tuning_curves, bed.curves, alarms)
+            content += [f"### The {name} bed", baselines.arm_section(bed) + unfinished(table)]
+            content.append(baselines.stop_section(stops, bed.at("kl", HORIZON)))
+        if name != "sharp":
+            again += baselines.registered_again(name, bed, stops)
+        elif bed is not None:
+            content.append(hypothesis_table(baselines.registered(bed, stops)))
     if content:
         content += ["### Verdicts on the other beds", hypothesis_table(again)]
     return [provenance(tables, folder=""), "### Tuning", baselines.tuning_section(tuning), *content]
@@ -210,8 +211,8 @@ def hypothesis_table(hypotheses: Sequence[Registered]) -> str:
 
 def hypothesis_row(one: Registered, estimate: Estimate | None, adjusted: float, verdict: Verdict) -> list[str]:
     """A row of the table; dashes where the runs are not there."""
-    if estimate is None:
-        return [one.name, one.claim, "-", "-", "-", "-", "-", verdict]
+    if estimate is None or math.isnan(estimate.value):
+        return [one.name, one.claim, str(estimate.n) if estimate else "-", "-", "-", "-", "-", verdict]
     level = "90%" if one.equivalence else "95%"
     return [
         one.name,
@@ -229,12 +230,16 @@ def arm_table(bed: str, table: SweepTable, curves: early_stopping.Curves) -> str
     """Every arm of a bed: hacked seeds, and means over seeds with 95% t intervals."""
     arms = list(dict.fromkeys(row["arm"] for row in table.rows))
     rows = [arm_row(arm, runs, curves.get(arm, {})) for arm in arms if (runs := runs_of(table, arm)) is not None]
-    unfinished = [f"{row['arm']} seed {row['seed']}" for row in table.rows if row["status"] != "done"]
-    note = f"\n\nNot finished: {', '.join(unfinished)}." if unfinished else ""
     header = [*HEADER, *(title for title, _ in MEASURED)]
     measured = [index for index in range(len(header)) if any(row[index] for row in rows)]
     cells = [[row[index] for index in measured] for row in [header, *rows]]
-    return f"### {bed}\n\n" + markdown(cells[0], cells[1:]) + before_training(table) + note
+    return f"### {bed}\n\n" + markdown(cells[0], cells[1:]) + before_training(table) + unfinished(table)
+
+
+def unfinished(table: SweepTable) -> str:
+    """The runs that did not finish, as a sentence."""
+    runs = [f"{row['arm']} seed {row['seed']}" for row in table.rows if row["status"] != "done"]
+    return f"\n\nNot finished: {', '.join(runs)}." if runs else ""
 
 
 def before_training(table: SweepTable) -> str:

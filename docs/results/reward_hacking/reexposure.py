@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from dataclasses import replace
+from functools import partial
 
 from estimates import count, interval, markdown
 from hypotheses import FEWEST_PAIRS, Estimate, Registered, Runs, hacked_seeds, same
@@ -13,39 +14,36 @@ from flatpeak.experiments.table import SweepTable
 ARMS = {"R1": "none", "R2": "advantage_limit", "R3": "gr_reuse"}
 
 
-def held_runs(table: SweepTable, arm: str, metric: str) -> Runs | None:
-    """The held runs of an arm, with `cheating` after the cheats or `cheating_alone`; None where they are too few."""
-    rows = {row["seed"]: _as_final(row, metric) for row in table.rows if row["arm"] == arm and row["held"]}
-    return Runs(rows=rows) if len(rows) >= FEWEST_PAIRS else None
-
-
-def _as_final(row: Mapping[str, Any], metric: str) -> dict[str, float]:
-    return {"reward/exploit.final": float(row[metric])}
+def held_runs(table: SweepTable, arm: str, metric: str) -> Runs:
+    """The held runs of an arm, with `cheating` after the cheats or `cheating_alone`."""
+    held = {row["seed"]: row for row in table.rows if row["arm"] == arm and row["held"]}
+    return Runs(rows={seed: {"reward/exploit.final": float(row[metric])} for seed, row in held.items()})
 
 
 def registered(table: SweepTable) -> list[Registered]:
     """The hypotheses in the order of reexposure.md."""
-    pairs = {arm: tuple(held_runs(table, arm, name) for name in ("cheating", "cheating_alone")) for arm in _arms(table)}
-
-    def kl() -> Estimate | None:
-        return same(*pairs["kl"], Runs.cheating, bound=0.1)
-
-    tests = [
-        hacked_seeds(name, f"{arm}: hacked in more seeds after the cheats than alone", *pairs[arm], 1)
-        for name, arm in ARMS.items()
-    ]
-    return [
-        *tests,
-        Registered(
-            name="R4",
-            claim="kl: cheating after the cheats within 0.1 of that alone",
-            test=kl,
-            unit="share of answers",
-            expected=0,
-            smallest=0.1,
-            equivalence=True,
-        ),
-    ]
+    tests = []
+    for name, arm in (*ARMS.items(), ("R4", "kl")):
+        exposed, alone = (held_runs(table, arm, metric) for metric in ("cheating", "cheating_alone"))
+        if name == "R4":
+            hypothesis = Registered(
+                name=name,
+                claim="kl: cheating after the cheats within 0.1 of that alone",
+                test=partial(same, exposed, alone, Runs.cheating, bound=0.1),
+                unit="share of answers",
+                expected=0,
+                smallest=0.1,
+                equivalence=True,
+            )
+        else:
+            hypothesis = hacked_seeds(
+                name, f"{arm}: hacked in more seeds after the cheats than alone", exposed, alone, 1
+            )
+        if len(exposed.rows) < FEWEST_PAIRS:
+            unknown = Estimate(n=len(exposed.rows), value=math.nan, low=math.nan, high=math.nan, p=math.nan)
+            hypothesis = replace(hypothesis, test=partial(replace, unknown))
+        tests.append(hypothesis)
+    return tests
 
 
 def _arms(table: SweepTable) -> list[str]:
