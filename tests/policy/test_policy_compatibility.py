@@ -38,6 +38,13 @@ def test_packed_log_probabilities_and_gradients_equal_the_plain_ones(policy: Pol
     assert largest_gap(packed, plain) < TOLERANCE
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES, ids=lambda name: name.replace(" ", "_"))
+def test_a_model_whose_products_are_rounded_keeps_the_native_engine(name: str) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        made = Policy(architecture_model(name), Tokenizer())
+    assert made.native, made.notice
+
+
 def test_a_short_prompt_does_not_see_its_neighbours(policy: Policy) -> None:
     batch = uneven_batch()
     changed_T = batch.tokens_T.clone()
