@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flatpeak.policy.compatibility import PROVEN
+from flatpeak.policy.compatibility import COARSE_TOLERANCE, PROVEN
 from flatpeak.policy.model import Policy
 from support.architectures import ARCHITECTURES, architecture_model
 from support.policies import Tokenizer, gradients, largest_gap, plain_logprobs, tokens_and_weights, uneven_batch
@@ -40,9 +40,16 @@ def test_packed_log_probabilities_and_gradients_equal_the_plain_ones(policy: Pol
 
 @pytest.mark.parametrize("name", ARCHITECTURES, ids=lambda name: name.replace(" ", "_"))
 def test_a_model_whose_products_are_rounded_keeps_the_native_engine(name: str) -> None:
+    batch = uneven_batch()
+    weights_T = tokens_and_weights(batch)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         made = Policy(architecture_model(name), Tokenizer())
-    assert made.native, made.notice
+        assert made.native, made.notice
+        packed_T, _ = made.token_logprobs(batch, temperature=0.7)
+        plain_T = plain_logprobs(made, batch, 0.7)
+    torch.testing.assert_close(packed_T, plain_T, atol=COARSE_TOLERANCE, rtol=COARSE_TOLERANCE)
+    gap = largest_gap(gradients(made, (weights_T * packed_T).sum()), gradients(made, (weights_T * plain_T).sum()))
+    assert gap < COARSE_TOLERANCE
 
 
 def test_a_short_prompt_does_not_see_its_neighbours(policy: Policy) -> None:
