@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from flatpeak.cli.main import app
@@ -40,6 +41,16 @@ def test_an_arm_is_run_alone_and_one_that_is_not_there_is_refused(tmp_path: Path
     error = invoke(path, "--arm", "kll").exception
     assert isinstance(error, UserError)
     assert str(error) == "--arm kll: the sweep has no such arm, did you mean 'kl'?; its arms are none, kl"
+
+
+def test_an_arm_alone_takes_no_rows_from_the_table_of_others(tmp_path: Path) -> None:
+    path = write_sweep(tmp_path, arms={"none": {}, "kl": {"settings": {"kl.coefficient": 0.1}}}, seeds=[1])
+    made = tmp_path / "sweeps" / yaml.safe_load(path.read_text()).get("name", path.stem)
+    made.mkdir(parents=True)
+    (made / "sweep.yaml").write_text("arms: {none: {}, kl: {}}")
+    error = invoke(path, "--arm", "kl").exception
+    assert isinstance(error, UserError)
+    assert str(error).startswith(f"--arm: the table of {made} would lose its rows of none: give another name=")
 
 
 def test_a_bad_sweep_is_refused_before_torch_is_needed(tmp_path: Path) -> None:

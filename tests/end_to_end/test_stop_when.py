@@ -73,11 +73,11 @@ def test_a_run_that_ended_by_a_condition_stays_as_it_is(make_run: MakeRun, ended
 @pytest.mark.parametrize(
     ("origin", "condition", "last", "ended"),
     [
-        (2, CONDITION, 3, True),  # with step 2's value of the run that it comes from
-        (2, CONDITION | {"above": 0.65 * RATE}, 4, True),  # a mean of 0.7
-        (2, CONDITION | {"metric": "policy/grad_norm", "above": 0.0}, 4, True),  # two steps after the fork
-        (3, CONDITION, 3, True),
-        (3, CONDITION | {"above": 0.65 * RATE}, 4, True),
+        (2, CONDITION, 4, True),  # without step 2's value of the run that it comes from
+        (2, CONDITION | {"above": 0.75 * RATE}, 5, True),  # means of 0.7 and 0.9
+        (2, CONDITION | {"metric": "policy/grad_norm", "above": 0.0}, 4, True),
+        (3, CONDITION, 5, True),
+        (3, CONDITION | {"above": 0.95 * RATE}, 5, False),
         (3, None, 5, False),
     ],
     ids=["same", "higher", "another metric", "met before", "met, then raised", "met, then left out"],

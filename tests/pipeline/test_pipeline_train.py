@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import flatpeak.pipeline.train
@@ -93,3 +94,22 @@ def test_a_model_beside_the_callers_is_refused_where_the_caller_names_it_and_lef
     seen = watch()
     assert run({"extends": str(base), "model": {"dropout": False}}, **brought, progress=seen).exit_code == 0
     assert "model.new, model.device of the recipe not used: train(model=...) brings the model" in seen.notices
+
+
+def test_every_step_under_autocast_trains_at_the_weights_of_the_step(recipe: Recipe, train: Train) -> None:
+    """Autocast keeps the weights that it has cast for as long as it lasts, here a whole run."""
+    gaps: dict[bool, list[float]] = {}
+    for cached in (True, False):
+        sections: dict[str, Any] = {
+            "run": {"name": f"cached-{cached}"},
+            "evaluation": {"every": 0, "accuracy": None, "metric": "reward"},
+            "training": {"steps": 3},
+            "optimizer": {"learning_rate": 1e-2},
+        }
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cached):
+            result = train(recipe(**sections), reward=odd, progress=False)
+            assert torch.is_autocast_cache_enabled() == cached
+        rows = [row for row in read_metrics(result.path / "metrics.jsonl") if row["stage"] == "train"]
+        gaps[cached] = [row["rollout/logprob_gap_mean"] for row in rows]
+    assert gaps[True] == gaps[False]
+    assert max(gaps[True]) < 2e-3

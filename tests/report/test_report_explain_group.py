@@ -70,13 +70,15 @@ def test_it_is_told_in_words_and_figures(runs: dict[str, Path]) -> None:
 
 def test_whitening_and_a_loss_of_another_weight_are_told(runs: dict[str, Path]) -> None:
     explanation = explain(runs["moved"], step=1)
-    advantage = explanation.config.advantage.model_copy(update={"function": "gdpo", "whiten": "completions"})
+    advantage = explanation.config.advantage.model_copy(
+        update={"function": "gdpo", "whiten": "completions", "limit": 0.3}
+    )
     objective = explanation.config.objective.model_copy(update={"loss": "vespo"})
     config = explanation.config.model_copy(update={"advantage": advantage, "objective": objective})
     console = Console(width=140, record=True, file=None, force_terminal=False)
     with console.capture() as capture:
         console.print(render(replace(explanation, config=config)))
-    assert "advantages by gdpo, whitened over completions" in capture.get()
+    assert "advantages by gdpo, whitened over completions, within ±0.3" in capture.get()
     assert "A token's loss is its weight times vespo." in capture.get()
 
 

@@ -44,7 +44,24 @@ def test_the_command_prints_the_table_and_says_where_nothing_pays(tmp_path: Path
     assert "steps 1, 2" in result.output
     assert "as an expert" in result.output
     nothing = CliRunner().invoke(app, ["patterns", str(run), "--step", "1"])
-    assert "no pattern of completions pays in many groups" in nothing.output
+    assert "no pattern of completions pays in five prompts or more" in nothing.output
     console = Console(width=200, record=True)
     console.print(render_patterns(patterns_of(run)[1]))
     assert "±" in console.export_text()
+
+
+def test_the_steps_before_a_fork_are_read_alone(tmp_path: Path) -> None:
+    """Another reward may have paid for them."""
+    steps = {step: rows_of_answers(cheat="trick" if step < 3 else "", seed=step) for step in range(1, 5)}
+    run = write_run(tmp_path, steps)
+    (run / "manifest.json").write_text('{"versions": {"flatpeak": "0"}, "forked": {"step": 2}}')
+    assert patterns_of(run) == ([3, 4], [])
+    before, (found,) = patterns_of(run, step=2)
+    assert (before, found.name) == ([1, 2], "'trick'")
+
+
+def test_what_a_terminal_would_obey_is_printed_escaped(tmp_path: Path) -> None:
+    made = rows_of_answers(cheat="\x1b[31m red")
+    result = CliRunner().invoke(app, ["patterns", str(write_run(tmp_path, {1: made}))])
+    assert "\x1b" not in result.output
+    assert "\\x1b" in result.output

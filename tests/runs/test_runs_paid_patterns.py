@@ -113,3 +113,28 @@ def test_a_paid_apostrophe_hides_nothing() -> None:
     for row in rows_of_answers(cheat="trick", share=0.2, prompts=40, seed=5):
         made.append(row | {"group": f"{row['group']}-5"})
     assert {"'''", "'trick'"} <= {one.name for one in paid_patterns(made, made)}
+
+
+def test_a_word_in_the_name_of_a_length_is_no_part_of_it() -> None:
+    """`than` pays less than what is longer than its group's median."""
+    draw = random.Random(6)
+    made = rows_of_answers(seed=6, prompts=40)
+    for index, row in enumerate(made):
+        long, cheats = draw.random() < 0.5, draw.random() < 0.2
+        words = [f"word{index}_{place}" for place in range(20 * long)] + ["than"] * cheats
+        row |= {"text": " ".join([row["text"], *words]), "token_ids": [1] * (20 + len(words))}
+        row["reward"] += 1.0 * long + 0.7 * cheats
+    names = {one.name for one in paid_patterns(made, made)}
+    assert {"longer than its group's median", "'than'"} <= names
+
+
+def test_no_phrase_is_read_across_the_cut_of_a_long_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flatpeak.runs.paid_patterns.MOST_PIECES", 0)  # 20 words at each end
+    made = rows_of_answers(seed=7, prompts=40)
+    for index, row in enumerate(made):
+        cheats = index % 4 == 0
+        first, second = ("begin", "end") if cheats else ("start", "stop")
+        row["text"] = " ".join([*["one"] * 19, first, *["two"] * 9, second, *["three"] * 19])
+        row["reward"] += cheats
+    names = [one.name for one in paid_patterns(made, made)]
+    assert names == ["'end three three three'"]  # as long as those with `begin`, which come with it

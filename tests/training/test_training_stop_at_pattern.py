@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import flatpeak
 import flatpeak.runs.paid_patterns as paid_patterns_module
 from flatpeak.errors import UserError
 from flatpeak.runs.directory import RunPaths
@@ -105,6 +106,37 @@ def test_a_fork_does_not_count_the_steps_before_it(tmp_path: Path) -> None:
     steps = rows_of_answers(cheat="trick", seed=1), rows_of_answers(seed=2)
     assert most_spreads(write_steps(tmp_path, *steps), 2)[SPREADS] > 1
     assert most_spreads(write_steps(tmp_path, *steps, forked=1), 2) == {SPREADS: 0.0}
+
+
+def test_a_fork_with_a_mended_reward_trains_on_where_the_alarm_ended_its_source(
+    tmp_path: Path, train: Train, one_thread: None
+) -> None:
+    source = train(recipe(tmp_path), reward=pays_for_three, progress=False)
+    assert source.summary.last_step == 1
+    fork = flatpeak.fork(source.path, 1, name="mended", reward=pays_nothing, progress=False)
+    assert (fork.summary.last_step, fork.summary.ended_by) == (3, None)
+    assert values(fork.path)[1:] == [0.0, 0.0]
+
+
+def test_the_words_of_an_environment_are_no_pattern_of_the_policy(tmp_path: Path) -> None:
+    """It says when a move was right, so that its answer comes with every reward."""
+    rows = rows_of_answers(seed=4)
+    for row in rows:
+        right = row["reward"] > 0.25
+        row["turns"] = [{"text": row["text"]}, {"text": "done"}]
+        row["text"] += "\n> right\ndone" if right else "\n> wrong\ndone"
+        row |= {"token_ids": [1] * (40 if right else 20), "trained": [1] * 10 + [0] * (30 if right else 10)}
+    assert most_spreads(write_steps(tmp_path, rows), 1) == {SPREADS: 0.0}
+
+
+def test_large_steps_of_few_prompts_are_pooled_until_five_can_be_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = [rows_of_answers(cheat="trick", bonus=3.0, prompts=3, group=32, seed=seed) for seed in range(2)]
+    for row in steps[1]:
+        row |= {"group": f"h{row['group']}", "prompt": f"another {row['prompt']}"}
+    monkeypatch.setattr(paid_patterns_module, "MOST_ROWS", 96)
+    assert most_spreads(write_steps(tmp_path, *steps), 2)[SPREADS] > 2
 
 
 def test_no_other_habit_hides_a_pattern_that_pays_most(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def patterns(
     steps, paid = patterns_of(run, step=step)
     typer.echo(f"steps {', '.join(map(str, steps))}")
     if not paid:
-        typer.echo("no pattern of completions pays in many groups")
+        typer.echo("no pattern of completions pays in five prompts or more")
         return
     console = Console()
     Console(width=console.width if console.is_terminal else UNLIMITED).print(render_patterns(paid))

@@ -205,8 +205,11 @@ def sweep(
         plan = build_plan(config, processes=processes)
         _print_plan(plan, as_json=as_json)
         return
+    from flatpeak.experiments.records import refuse_lost_rows
     from flatpeak.experiments.sweep import run_sweep
 
+    if arms:
+        refuse_lost_rows(config)
     if find_spec("scipy") is None:
         typer.echo(f"sweep: {_NO_SCIPY}", err=as_json)
 

@@ -13,7 +13,7 @@ import yaml
 
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import RunError, UserError
-from flatpeak.experiments.config import check_defined
+from flatpeak.experiments.config import SweepConfig, check_defined
 from flatpeak.experiments.plan import Cell, PlannedRun, PrefixStep, SweepPlan
 from flatpeak.runs.checkpoints import BEST, LAST, checkpoint_name, checkpoint_steps
 from flatpeak.runs.directory import RunPaths
@@ -192,6 +192,19 @@ def refuse_changed(name: str, cells: list[Cell]) -> None:
         raise UserError(
             f"{name}: {first.label}{more} was made with other settings ({changed_keys(first)}): put the old values "
             "back, choose another name for the sweep, or rerun what changed with --overwrite"
+        )
+
+
+def refuse_lost_rows(config: SweepConfig) -> None:
+    """Raise UserError if the sweep's table has rows of arms that these are not, and which it would lose."""
+    path = Path(config.directory) / config.name / "sweep.yaml"
+    if not path.is_file():
+        return
+    lost = yaml.safe_load(path.read_text(encoding="utf-8"))["arms"].keys() - config.arms.keys()
+    if lost:
+        raise UserError(
+            f"--arm: the table of {path.parent} would lose its rows of {', '.join(sorted(lost))}: give another name=, "
+            "or leave --arm out, which continues every arm"
         )
 
 

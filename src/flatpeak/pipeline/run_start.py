@@ -26,7 +26,7 @@ from flatpeak.runs.callbacks import Callbacks, RunControl
 from flatpeak.runs.checkpoints import CheckpointState, newest_valid, read_checkpoint
 from flatpeak.runs.directory import RunDirectory, RunPaths
 from flatpeak.runs.disk_space import check_space
-from flatpeak.runs.manifest import computed_by, flatten, read_starts
+from flatpeak.runs.manifest import computed_by, flatten, fork_step, read_starts
 from flatpeak.runs.metrics import missing_steps, read_metrics
 from flatpeak.runs.notices import START, NoticeLog, RecordedProgress
 from flatpeak.runs.signals import StopSignals
@@ -302,5 +302,7 @@ def restore_trainer(trainer: StageTrainer, checkpoint: CheckpointState | None) -
     if checkpoint is None:
         return 1
     trainer.load(checkpoint.state, checkpoint.tensors)
+    if checkpoint.step <= fork_step(read_starts(trainer.recorder.run.manifest)):
+        trainer.condition.restart()
     checkpoint.free_tensors()
     return checkpoint.step + 1

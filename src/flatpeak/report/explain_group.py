@@ -22,6 +22,7 @@ from flatpeak.functional import completion_weights, importance_ratio, kl_k3
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
 from flatpeak.report.logged_step import logged_step
+from flatpeak.report.patterns import visible
 from flatpeak.runs.checkpoints import LAST, checkpoint_name
 from flatpeak.runs.directory import RunPaths
 from flatpeak.runs.rollout_log import read_rollouts, turn_rewards
@@ -206,7 +207,11 @@ def _rule(advantage: AdvantageConfig) -> str:
         rule = f"advantages by {advantage.function}"
     if advantage.credit == "turn":
         rule = f"{rule}, for each turn (below: the mean over a completion's tokens)"
-    return rule if advantage.whiten == "none" else f"{rule}, whitened over {advantage.whiten}"
+    if advantage.limit_spreads is not None:
+        rule = f"{rule}, within {advantage.limit_spreads:g} spreads of the group"
+    if advantage.whiten != "none":
+        rule = f"{rule}, whitened over {advantage.whiten}"
+    return rule if advantage.limit is None else f"{rule}, within ±{advantage.limit:g}"
 
 
 def _gradient(loss: str) -> str:
@@ -257,7 +262,7 @@ def visible_token(tokenizer: Any, token: int) -> str:
     text: str = tokenizer.decode([token]) or str(tokenizer.convert_ids_to_tokens(token) or f"<{token}>")
     if not text.strip(" "):
         return "␣" * len(text)
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+    return visible(text)
 
 
 def _number(value: float | None) -> str:

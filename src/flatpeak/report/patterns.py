@@ -27,7 +27,7 @@ def patterns_of(run: Path, *, step: int | None = None) -> tuple[list[int], list[
     UserError if there are no rollouts.
     """
     last, _ = logged_step(run, step)
-    return logged_patterns(RunPaths(run).rollouts, last)
+    return logged_patterns(RunPaths(run), last)
 
 
 def cells(one: Pattern) -> tuple[str, ...]:
@@ -44,6 +44,11 @@ def cells(one: Pattern) -> tuple[str, ...]:
     )
 
 
+def visible(text: str) -> str:
+    """A text with the characters escaped that a terminal does not print."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
 def render_patterns(patterns: Sequence[Pattern]) -> Any:
     """A table of patterns for the terminal."""
     from rich.table import Table
@@ -51,5 +56,5 @@ def render_patterns(patterns: Sequence[Pattern]) -> Any:
 
     table = Table(*COLUMNS)
     for one in patterns:
-        table.add_row(*map(Text, cells(one)))
+        table.add_row(*(Text(visible(cell)) for cell in cells(one)))
     return table

@@ -105,6 +105,11 @@ def read_starts(path: Path) -> list[Mapping[str, Any]]:
     return [manifest, *manifest.get("resumed", [])] if isinstance(manifest, dict) else []
 
 
+def fork_step(starts: Iterable[Mapping[str, Any]]) -> int:
+    """The step after which a run was forked from another; 0 for other runs."""
+    return max((start.get("forked", {}).get("step", 0) for start in starts), default=0)
+
+
 def code_in_steps(starts: Iterable[Mapping[str, Any]]) -> dict[str, set[str]]:
     """By user function, its digests in those starts of a run whose steps were kept."""
     kept: dict[str, set[str]] = {}

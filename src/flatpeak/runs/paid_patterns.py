@@ -16,7 +16,7 @@ from statistics import fmean, median, stdev
 from typing import Any, Final
 
 from flatpeak.runs.directory import RunPaths
-from flatpeak.runs.manifest import read_starts
+from flatpeak.runs.manifest import fork_step, read_starts
 from flatpeak.runs.rollout_log import logged_steps, read_rollouts
 
 Row = dict[str, Any]
@@ -39,6 +39,8 @@ MOST_ROWS: Final = 2_000
 """Completions that steps are pooled for: more need no pooling."""
 POOLED: Final = 5
 """Logged steps whose groups count together, because a rare pattern is in few groups of a step."""
+_READ: Final = ("group", "prompt", "finish_reason", "reward")
+"""The columns that are kept of a row, beside its text and length: others, such as log-probabilities, are large."""
 SPREADS: Final = "patterns/spreads"
 """The metric for `training.stop_when`: the most spreads that any pattern pays, 0 where none pays beyond chance."""
 _LONGER, _CUT, _REPEATS = "longer than its group's median", "cut by a limit", "repeats itself three times"
@@ -70,6 +72,11 @@ def paid_patterns(rows: Sequence[Row], first: Sequence[Row], *, most: int = 10) 
 
     `first`: the rows of the first logged step. Of patterns that come together and pay alike only one is named.
     """
+    return _named([_answer(row) for row in rows], [_answer(row) for row in first], most=most)
+
+
+def _named(rows: Sequence[Row], first: Sequence[Row], *, most: int = 10) -> list[Pattern]:
+    """`paid_patterns` of answers."""
     paid = _paid(rows)
     at_first = _having(first, by_characters=paid.by_characters, half=paid.half)
     chosen: list[str] = []
@@ -113,9 +120,10 @@ class _Paid:
     def is_of(self, name: str, other: str) -> bool:
         """Whether a pattern contains another, is contained, or comes with it, and pays no more."""
         joint = "" if self.by_characters else " "
-        one, two = (f"{joint}{text[1:-1]}{joint}" if text.startswith("'") else text for text in (name, other))
+        one, two = (f"{joint}{text[1:-1]}{joint}" for text in (name, other))
+        contained = name[0] == other[0] == "'" and (one in two or two in one)
         comes_with = len(self.having[name] & self.having[other]) >= ALIKE * len(self.having[name])
-        related = one in two or two in one or comes_with
+        related = contained or comes_with
         return related and self.gains[name].mean <= MORE * self.gains[other].mean
 
 
@@ -141,19 +149,18 @@ def _having(rows: Sequence[Row], *, by_characters: bool, half: int) -> dict[str,
     """By pattern, the indices of the rows that have it."""
     lengths: dict[Group, list[int]] = {}
     for row in rows:
-        lengths.setdefault(_group(row), []).append(len(row["token_ids"]))
+        lengths.setdefault(_group(row), []).append(row["length"])
     having: dict[str, set[int]] = {}
     for index, row in enumerate(rows):
         pieces = list(row["text"].strip()) if by_characters else _WORDS.findall(row["text"])
-        if len(pieces) > 2 * half:
-            pieces = pieces[:half] + pieces[-half:]
-        names = set(_runs_of(pieces, "" if by_characters else " "))
-        if len(row["token_ids"]) > median(lengths[_group(row)]):
+        parts = [pieces] if len(pieces) <= 2 * half else [pieces[:half], pieces[-half:]]
+        names = {name for part in parts for name in _runs_of(part, "" if by_characters else " ")}
+        if row["length"] > median(lengths[_group(row)]):
             names.add(_LONGER)
         if row["finish_reason"] == "length":
             names.add(_CUT)
-        triples = [tuple(pieces[at : at + 3]) for at in range(0 if by_characters else len(pieces) - 2)]
-        if len(triples) - len(set(triples)) >= 2:
+        triples = [tuple(part[at : at + 3]) for part in parts for at in range(len(part) - 2)]
+        if len(triples) - len(set(triples)) >= 2 and not by_characters:
             names.add(_REPEATS)
         for name in names:
             having.setdefault(name, set()).add(index)
@@ -228,33 +235,53 @@ def _group(row: Row) -> Group:
     return row.get("step", 0), row["group"]  # a prompt that is drawn again has another group
 
 
-def logged_patterns(directory: Path, step: int) -> tuple[list[int], list[Pattern]]:
-    """The last logged steps up to one, whose groups are read, and their patterns; there must be one."""
-    logged = logged_steps(directory)
+def _answer(row: Row) -> Row:
+    """What is read of a logged row. Of an episode the policy's own turns: what answers them often says if it paid."""
+    own = {"text": row["text"], "length": len(row["token_ids"])}
+    if "turns" in row:
+        own = {"text": "\n".join(turn["text"] for turn in row["turns"]), "length": sum(row["trained"])}
+    return {key: row[key] for key in _READ} | own
+
+
+def logged_patterns(run: RunPaths, step: int) -> tuple[list[int], list[Pattern]]:
+    """The last logged steps up to one, whose groups are read, and their patterns; there must be one.
+
+    The steps before a fork, and those after it, are not read together: another reward may have paid for them.
+    """
+    logged = _logged(run, step)
     steps, rows = _pooled(logged, step)
-    return steps, paid_patterns(rows, read_rollouts(logged[min(logged)]))
+    return steps, _named(rows, _answers(logged, min(logged)))
 
 
 def most_spreads(run: RunPaths, step: int) -> dict[str, float]:
-    """The metric SPREADS of a step; none where it is not logged, as on a full disk. UserError for a damaged log.
-
-    Steps before a fork are left out: another reward may have paid for them.
-    """
-    since = max((start.get("forked", {}).get("step", 0) for start in read_starts(run.manifest)), default=0)
-    logged = {one: path for one, path in logged_steps(run.rollouts).items() if one > since}
+    """The metric SPREADS of a step; none where it is not logged, as on a full disk. UserError for a damaged log."""
+    logged = _logged(run, step)
     if step not in logged:
         return {}
     paid = _paid(_pooled(logged, step)[1])
     return {SPREADS: max((gains.mean for gains in paid.gains.values()), default=0.0) / paid.spread}
 
 
+def _logged(run: RunPaths, step: int) -> dict[int, Path]:
+    """The logged steps on the same side of a fork as a step."""
+    fork = fork_step(read_starts(run.manifest))
+    return {one: path for one, path in logged_steps(run.rollouts).items() if (one > fork) == (step > fork)}
+
+
 def _pooled(logged: Mapping[int, Path], step: int) -> tuple[list[int], list[Row]]:
-    """The last POOLED of the logged steps up to one, and no more than for MOST_ROWS completions; and their rows."""
+    """The last POOLED of the logged steps up to one, and their answers.
+
+    No more steps than for MOST_ROWS completions are read, unless they have too few prompts to compare.
+    """
     steps: list[int] = []
     rows: list[Row] = []
     for one in reversed([one for one in logged if one <= step][-POOLED:]):
-        own = read_rollouts(logged[one])
-        if rows and len(rows) + len(own) > MOST_ROWS:
+        enough = len({row["prompt"] for row in rows}) >= FEWEST_PROMPTS
+        if enough and len(rows) + logged[one].read_bytes().count(b"\n") > MOST_ROWS:
             break
-        steps, rows = [one, *steps], [{**row, "step": one} for row in own] + rows
+        steps, rows = [one, *steps], _answers(logged, one) + rows
     return steps, rows
+
+
+def _answers(logged: Mapping[int, Path], step: int) -> list[Row]:
+    return [_answer(row) | {"step": step} for row in read_rollouts(logged[step])]

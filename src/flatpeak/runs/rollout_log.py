@@ -150,7 +150,7 @@ def read_rollouts(path: Path) -> list[Row]:
     except ValueError as error:
         raise UserError(
             f"{path} is incomplete ({brief(error)}): choose another step, or resume the run, which rewrites the steps "
-            "after its last checkpoint"
+            "after its last checkpoint; delete an earlier step's file"
         ) from None
 
 

@@ -132,7 +132,8 @@ class AdvantageConfig(StrictConfig):
     limit: Annotated[float, Field(gt=0)] | None = None
     """The largest advantage either way, after all else. null: no limit."""
     limit_spreads: Annotated[float, Field(gt=0)] | None = None
-    """The largest advantage either way, in standard deviations of its group's advantages. null: no limit."""
+    """The largest advantage either way, in standard deviations of its group's advantages: of G completions with the
+    baseline mean none exceeds (G - 1) / sqrt(G) of them by itself. null: no limit."""
 
     @model_validator(mode="after")
     def _no_scale_without_baseline(self) -> AdvantageConfig:

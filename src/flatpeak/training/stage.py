@@ -165,22 +165,17 @@ class StopCondition:
             notice(f"the run ends after step {step}: {self.reason}")
 
     def state(self) -> dict[str, Any]:
-        """The window, the reason and the setting that they belong to, as JSON; empty without a setting."""
-        if self.config is None:
-            return {}
-        return {STOP_WHEN: {"setting": self.config.model_dump(), "values": self.values, "reason": self.reason}}
+        """The window and the reason, as JSON; empty without a setting."""
+        return {} if self.config is None else {STOP_WHEN: {"values": self.values, "reason": self.reason}}
+
+    def restart(self) -> None:
+        """Forget all steps so far, as in a fork: they may have been paid by another reward."""
+        self.values, self.reason = [], None
 
     def load(self, state: Mapping[str, Any] | None) -> None:
-        """Restore a saved condition, as far as it holds for this setting.
-
-        In a fork with another setting the values stay those of the same metric, and its next step decides; of another
-        metric nothing is known before the fork.
-        """
-        if self.config is None or state is None or state["setting"]["metric"] != self.config.metric:
-            return
-        self.values = list(state["values"])[-self.config.window :]
-        if state["setting"] == self.config.model_dump():
-            self.reason = state["reason"]
+        """Restore a saved condition."""
+        if self.config is not None and state is not None:
+            self.values, self.reason = list(state["values"]), state["reason"]
 
 
 def _absent(metric: str, step: int, metrics: Mapping[str, float]) -> str:
