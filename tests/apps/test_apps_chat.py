@@ -382,3 +382,16 @@ def test_a_run_with_tools_calls_them_and_shows_the_calls(
     assert session.notes[-1] == "add(a=2, b=3) -> 5"
     assert inner.seen[0][0].text == "2+3="
     assert inner.seen[1][0].token_ids == ids("2+3=<call>add(a=2, b=3)</call><result>5</result>")
+
+
+def test_a_limit_of_episodes_that_ends_an_answer_is_named(
+    make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(vocab_size=len(TOKENIZER), max_position_embeddings=200, eos_token_id=END)
+    monkeypatch.setattr(sys.modules[__name__], "run_model", lambda **sizes: (model, TOKENIZER))
+    monkeypatch.setattr(answering, "NativeEngine", lambda policy: Scripted(lambda *_: "<call>add(a=2, b=3)</call>"))
+    (tmp_path / "mine.py").write_text('def add(a: int, b: int) -> int:\n    """Add."""\n    return a + b\n')
+    sections = {"episodes": {"max_turns": 1}, "prompt": {"template": "plain"}, "rollout": {"max_new_tokens": 90}}
+    session = Session("2+3=")
+    chat_loop(str(make_run(tools=[f"{tmp_path / 'mine.py'}:add"], **sections)), console=session.console)
+    assert session.notes[-1] == "(ended by episodes.max_turns)"

@@ -251,6 +251,7 @@ def test_a_malformed_call_between_tags_is_told_the_form_and_the_next_one_is_read
         ("[f(n=1)<|tool_call_end|>", "The call could not be read."),
         ('{"name": "f", "arguments": {}}<|tool_call_end|>', "This is not a call."),
         ("[" * 10_000 + "<|tool_call_end|>", "The call could not be read."),
+        (f"[f(n={'[' * 101}{']' * 101})]<|tool_call_end|>", "The call could not be read."),
         ("[f(n=1)]<|im_end|>", "The call does not end."),
     ],
 )

@@ -6,6 +6,7 @@ import pytest
 
 from flatpeak.episodes.build import demonstrated
 from flatpeak.episodes.rendering import make_renderer
+from flatpeak.errors import UserError
 from flatpeak.utils.control_tokens import TextEncoder
 from support.chat_templates import HERMES, byte_level_tokenizer
 from support.episodes import END, TOKENIZER
@@ -38,6 +39,32 @@ def test_a_plain_demonstration_is_cut_where_answers_are(text: str, expected: lis
     renderer = make_renderer(TOKENIZER, format="plain", schemas=[ADD])
     pieces = demonstrated(text, END, renderer=renderer, encoder=TextEncoder(TOKENIZER))
     assert [(TOKENIZER.decode(ids), own) for ids, own in pieces] == expected
+
+
+def test_space_before_an_answer_is_neither_written_nor_read() -> None:
+    renderer = make_renderer(TOKENIZER, format="plain", schemas=[ADD])
+    pieces = demonstrated(
+        "<call>add(x=1)</call>\n<result>2</result>2", END, renderer=renderer, encoder=TextEncoder(TOKENIZER)
+    )
+    assert [(TOKENIZER.decode(ids), own) for ids, own in pieces] == [
+        ("<call>add(x=1)</call>", True),
+        ("<result>2</result>", False),
+        ("2", True),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<call>add(x=1)</call><call>add(x=2)</call><result>2</result>3",
+        "<call>add(x=1)</call><result>2</result><result>3</result>3",
+        "<call>add(x=1)</call><call>add(x=2)</call><result>2</result>\n<result>3</result>5",  # a turn ends at its call
+    ],
+)
+def test_a_demonstration_whose_answers_would_be_imitated_is_refused(text: str) -> None:
+    renderer = make_renderer(TOKENIZER, format="plain", schemas=[ADD])
+    with pytest.raises(UserError, match=r"a demonstration has \d calls and then \d <result> in '<call>add"):
+        demonstrated(text, END, renderer=renderer, encoder=TextEncoder(TOKENIZER))
 
 
 def test_a_chat_demonstration_has_the_template_s_tokens_between_turns() -> None:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flatpeak.episodes.calls import DEEPEST, plain_calls
 from flatpeak.episodes.environments import LONGEST_ANSWER, EnvironmentHost, Session, make_environment
 from flatpeak.episodes.tools import ParsedCall
 from flatpeak.errors import UserError
@@ -227,16 +228,17 @@ def test_a_turn_may_have_many_calls_or_none(tools: EnvironmentHost) -> None:
     assert answers(tools, Session()) == (Session(), [])
 
 
-def test_arguments_nested_too_deeply_never_reach_a_worker(pool: WorkerPool, tmp_path: Path) -> None:
+def test_the_most_deeply_nested_arguments_that_are_read_reach_a_worker_and_the_log(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     file = tmp_path / "deep.py"
-    file.write_text("def take(x: dict):\n    return len(x)\n")
+    file.write_text("def take(x: list):\n    return len(x)\n")
     host = EnvironmentHost(make_environment([f"{file}:take"]), pool, call_timeout=30)
-    deep: dict[str, Any] = {}
-    for _ in range(sys.getrecursionlimit() * 10):
-        deep = {"x": deep}
-    _, (made,) = host.answer(Session(), [call("take", x=deep)]).result()
-    assert made == ToolCall(name="take", answer="error: the arguments are nested too deeply", failure="malformed")
-    assert answers(host, Session(), call("take", x={"a": 1}))[1] == ["1"]
+    (read,) = plain_calls(f"<call>take(x={'[' * (DEEPEST - 1)}{']' * (DEEPEST - 1)})</call>")
+    (deeper,) = plain_calls(f"<call>take(x={'[' * 2 * DEEPEST}{']' * 2 * DEEPEST})</call>")
+    assert (read.error, str(deeper.error)[:27]) == (None, "The call could not be read.")
+    _, (made,) = host.answer(Session(), [read]).result()
+    assert (made.answer, asdict(made)["arguments"]) == ("1", dict(read.arguments))
 
 
 def test_episodes_of_one_class_do_not_share_state(pool: WorkerPool, files: Path) -> None:

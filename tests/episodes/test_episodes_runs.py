@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 
+import flatpeak
+from flatpeak.apps.compare import compare_checkpoints
 from flatpeak.config.load import merge
 from flatpeak.errors import UserError
 from flatpeak.protocols import Sampler
@@ -339,6 +342,21 @@ def test_the_evaluation_of_a_checkpoint_calls_the_tools(calculator: Path) -> Non
     for name in ("length", "reward", "truncated"):
         assert model["metrics"][name] == own[f"eval/arithmetic/{name}"]
     assert "-> " in (calculator / "evaluations" / "train_000001.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_a_model_is_evaluated_with_its_tools_wherever_it_is_asked(calculator: Path, tmp_path: Path) -> None:
+    own = metrics_of(calculator, "eval")[-1]
+    asked = flatpeak.evaluate(str(calculator), settings={"evaluation.final_size": 4}, progress=False)
+    assert asked.metrics["length"] == own["eval/arithmetic/length"]
+    bare = tmp_path / "bare"
+    shutil.copytree(calculator / "checkpoints" / "last", bare)
+    size = ["evaluation.final_size=4"]
+    (elsewhere,) = compare_checkpoints([str(bare)], size, recipe=str(calculator / "config.yaml")).evaluations
+    assert elsewhere.metrics()["length"] == own["eval/arithmetic/length"]
+    plain = quick_train(tiny_recipe(tmp_path, run={"name": "plain"}, task={"rationale": WORDS}, training={"steps": 1}))
+    with pytest.raises(UserError, match=r"calculator was trained with tools=.*, but the first model's recipe has \[\]"):
+        compare_checkpoints([str(plain), str(calculator)])
 
 
 @pytest.fixture(scope="module")

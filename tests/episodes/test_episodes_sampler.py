@@ -124,6 +124,12 @@ def test_a_game_is_played_turn_by_turn_until_it_is_over_and_pays_the_sum_of_its_
     assert only.token_ids.count(END) == 3  # each turn's own
 
 
+def test_a_game_that_ends_with_an_action_of_as_many_tokens_as_one_may_have_is_not_cut() -> None:
+    host = LocalHost(lambda call: "over", game=True, rewards=True)
+    ((only,),), _ = episodes({("a", 0): "upwards"}, names="a", group_size=1, host=host, max_tokens=2)
+    assert (only.text, only.stop_reason, only.finish_reason) == ("up", "done", "stop")
+
+
 def test_a_least_length_filters_the_first_turn_alone_and_its_sets_stay() -> None:
     class FilteringFirst(Scripted):
         def _write(self, name: str, index: int, sampling: Any) -> Completion:

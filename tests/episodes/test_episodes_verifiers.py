@@ -249,20 +249,28 @@ def pool() -> Iterator[WorkerPool]:
         yield pool
 
 
-def test_tools_are_called_with_what_the_environment_adds_to_their_arguments(code: str, pool: WorkerPool) -> None:
+@pytest.mark.parametrize("misspelt", [False, True])
+def test_tools_are_called_with_what_the_environment_adds_to_their_arguments(
+    code: str, pool: WorkerPool, misspelt: bool
+) -> None:
     rows, actor = verifiers.environment(code, kind="keys")
     environment = make_environment(environment=actor)
     (schema,) = environment.schemas
     name = {"type": "string", "description": "The key."}
     assert schema["function"]["parameters"] == {"type": "object", "properties": {"name": name}, "required": ["name"]}
     turns = ["<call>look(name='a')</call>", "so <call>look(name='')</call>", "<call>look(name='c')</call>", "abc"]
+    if misspelt:  # flatpeak answers it: the environment never sees it
+        turns.insert(1, "<call>look(nam='b')</call>")
     host = EnvironmentHost(environment, pool, call_timeout=30.0)
     sampler = sampler_of(Scripted(lambda name, _: turns[int(name.rpartition(".")[2]) if "#" in name else 0]), host)
     row = rows["train"][7]["row"]
     prompt = asked("q")
     prompt = replace(prompt, example=replace(prompt.example, columns={"row": row}))
-    ((episode,),) = (group.completions for group in draw(sampler, [prompt]))
-    assert [turn.answer for turn in episode.turns] == ["a1", "integer division or modulo by zero", "c3", ""]
+    ((episode,),) = (group.completions for group in draw(sampler, [prompt], max_new_tokens=400))
+    answers = [turn.answer for turn in episode.turns]
+    assert answers[1].startswith("error: look has no argument 'nam'") == misspelt
+    assert [answers[0], *answers[1 + misspelt :]] == ["a1", "integer division or modulo by zero", "c3", ""]
+    del turns[1 : 1 + misspelt]
     calls = [
         {"id": f"{index}", "name": "look", "arguments": json.dumps({"name": name})} for index, name in enumerate("a c")
     ]

@@ -100,7 +100,9 @@ def converse(model: ChatModel, console: Console) -> None:
         messages.append({"role": "assistant", "content": answer.text})
         console.write(answer.text)
         if answer.finish_reason == "length":
-            console.note(f"(cut after {plural(sampling.max_new_tokens, 'token')})")
+            limit = f"cut after {plural(sampling.max_new_tokens, 'token')}"
+            other = answer.stop_reason in ("max_turns", "max_calls", "timeout")
+            console.note(f"(ended by episodes.{answer.stop_reason})" if other else f"({limit})")
 
 
 def _fitted(policy: Policy, settings: ChatSettings, messages: list[Message], console: Console) -> Prompt:

@@ -22,7 +22,9 @@ from flatpeak.tasks.prompts import CHAT, TEXT_TEMPLATES, PromptConfig, template_
 RawRecipe = Mapping[str, Any]
 """A recipe as written in YAML, unchecked."""
 TASK_SECTIONS = ("task", "tasks")
-EVALUATION_SECTIONS = (*TASK_SECTIONS, "prompt", "rewards", "rollout", "evaluation")
+ACTING = ("tools", "environment")
+"""The sections that make the answers of a model episodes."""
+EVALUATION_SECTIONS = (*TASK_SECTIONS, "prompt", "rewards", "rollout", "evaluation", *ACTING, "episodes")
 """The sections of a recipe that determine how a model is evaluated."""
 _WORDING = ("template", "system", "user", "chat_template_kwargs")
 _LONGEST_VALUE = 100
@@ -185,6 +187,13 @@ def _check_comparable(model: _ComparedModel, config: RunConfig, explicit: Sequen
             raise UserError(
                 f"{model.label} was trained with prompt.{key}={_short(own_wording)}, but the first model's recipe asks "
                 f"with {_short(here)}: say how all are asked, with prompt.{key}=... or --recipe"
+            )
+    trained, asked = (one.model_dump(mode="json", include=set(ACTING)) for one in (own, config))
+    for key in ACTING:
+        if trained[key] != asked[key] and not _overridden(explicit, key):
+            raise UserError(
+                f"{model.label} was trained with {key}={_short(trained[key])}, but the first model's recipe has "
+                f"{_short(asked[key])}: say how all answer, with {key}=... or --recipe"
             )
     name = config.evaluation.accuracy_part
     if (

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from flatpeak.pipeline.request import DataInput, ModelInput, RewardInput
 
-_SECTIONS = ("task", "prompt", "rewards", "rollout", "evaluation", "run")
+_SECTIONS = ("task", "prompt", "rewards", "rollout", "evaluation", "run", "tools", "environment", "episodes")
 """The sections of a run's recipe that determine how its model is evaluated."""
 _LOADING = ("dtype", "trust_remote_code", "device")
 """The settings of a run's model that hold for its checkpoints."""

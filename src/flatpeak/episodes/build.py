@@ -12,6 +12,7 @@ from flatpeak.episodes.config import EpisodesConfig
 from flatpeak.episodes.environments import LONGEST_ANSWER, Environment, EnvironmentHost, make_environment
 from flatpeak.episodes.episode_sampler import CHARACTERS_PER_TOKEN, EpisodeSampler
 from flatpeak.episodes.rendering import Renderer, make_renderer
+from flatpeak.errors import UserError
 from flatpeak.protocols import Sampler, Tokenizer
 from flatpeak.rewards.workers.pool import WorkerPool
 from flatpeak.tasks.prompts import CHAT, PromptConfig, build_prompts
@@ -19,7 +20,7 @@ from flatpeak.types import Example, Prompt
 from flatpeak.utils.control_tokens import TextEncoder
 
 _ANSWER = re.compile(r"<result>(.*?)</result>", re.DOTALL)
-_ANSWERS = re.compile(r"(?:<result>.*?</result>)+", re.DOTALL)
+_ANSWERS = re.compile(r"\s*<result>.*?</result>(?:\s*<result>.*?</result>)*", re.DOTALL)
 Piece = tuple[tuple[int, ...], bool]
 """Tokens, and whether the policy writes them."""
 _CALLING = (
@@ -68,15 +69,19 @@ def demonstrated(rationale: str, end: int, *, renderer: Renderer, encoder: TextE
     """A demonstration's tokens as an episode has them: turns that the policy writes, and answers that it reads.
 
     `<result>2</result>` after a call stands for its answer, also where a chat template writes answers in another form;
-    several calls of a turn are followed by as many.
+    several calls of a turn are followed by as many. UserError for calls without their answers: they would be imitated.
     """
     pieces, start = list[Piece](), 0
     for match in _ANSWERS.finditer(rationale):
         turn = tuple(encoder.encode_text(rationale[start : match.start()]))
         turn = turn if renderer.stop else (*turn, end)  # a stop string ends a turn by itself
         names, answers = [call.name for call in renderer.calls(turn)], _ANSWER.findall(match[0])
-        paired = list(zip(names, answers, strict=False))
-        added = renderer.bridge(turn, paired, stopped=True) if len(names) == len(answers) else None
+        if names and (len(names) != len(answers) or (renderer.stop and len(names) > 1)):
+            raise UserError(
+                f"a demonstration has {len(names)} calls and then {len(answers)} <result> in {rationale!r:.200}: write "
+                "the answer of each call after it, and of several calls of a chat template's turn after the last"
+            )
+        added = renderer.bridge(turn, list(zip(names, answers, strict=True)), stopped=True) if names else None
         if added is not None:  # else the text speaks of a result
             pieces += [(turn, True), (tuple(added), False)]
             start = match.end()

@@ -34,6 +34,8 @@ _WHOLE_TURN: Final = re.compile(r"(<\|python_tag\|>|\[TOOL_CALLS\])?\s*(.*)", re
 _PLAIN_FORM: Final = 'Write a call as <call>name(x=1, y="a")</call>: arguments by name, and their values written out.'
 _JSON_FORM: Final = 'Write a call as <tool_call>{"name": "...", "arguments": {...}}</tool_call> with valid JSON.'
 _LIST_FORM: Final = 'Write calls as <|tool_call_start|>[name(x=1, y="a")]<|tool_call_end|>: arguments by name.'
+DEEPEST: Final = 100
+"""Levels of the arguments of a call: logs, copies and worker processes take each apart by recursion."""
 _UNREADABLE: Final = (SyntaxError, ValueError, TypeError, KeyError, RecursionError, MemoryError)
 """The errors of parsers for text that is not in their form."""
 
@@ -197,6 +199,15 @@ def _typed(text: str, schema: Mapping[str, Any]) -> Any:
 
 
 def _checked(name: str, arguments: dict[str, Any]) -> ParsedCall:
-    """The call; ValueError or TypeError if JSON cannot store it."""
+    """The call; ValueError or TypeError if JSON cannot store it, or if it is nested too deeply to be kept."""
     json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
+    _check_depth(arguments, DEEPEST)
     return ParsedCall(name=name, arguments=arguments)
+
+
+def _check_depth(value: Any, levels: int) -> None:
+    """ValueError if a value has more levels of lists and mappings."""
+    if levels < 0:
+        raise ValueError("nested too deeply")
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+        _check_depth(inner, levels - 1)

@@ -264,10 +264,6 @@ class EnvironmentHost:
 
     def _check(self, call: ParsedCall) -> bytes | ToolCall:
         """The pickled arguments of a call, or the answer to one that is wrong."""
-        try:
-            content = pickle.dumps(dict(call.arguments))
-        except RecursionError:  # they could not be kept in the episode either
-            call, content = replace(call, arguments={}, error="the arguments are nested too deeply"), b""
         if call.error is not None:
             failure, text = "malformed", call.error
         elif call.name not in self._tools:
@@ -277,7 +273,7 @@ class EnvironmentHost:
         elif problem := check_arguments(self._tools[call.name], call.arguments):
             failure, text = "bad_arguments", problem
         else:
-            return content
+            return pickle.dumps(dict(call.arguments))
         return _answered(call, (f"error: {text}", failure))
 
     def _lost(self, session: Session, method: str, error: WorkerError) -> Session:

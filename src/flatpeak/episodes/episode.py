@@ -60,11 +60,13 @@ class Episode:
         """All turns as one completion, of which the policy is trained on what it sampled."""
         last = self.drawn[-1]
         ended_by_limit = self.stop_reason in ("max_turns", "max_calls", "max_tokens", "timeout")
+        # The last action of a game that has ended is whole, also where it has as many tokens as an action may have.
+        of_last = "stop" if self.stop_reason == "done" else last.finish_reason
         whole = replace(
             last,
             turns=tuple(self.turns),
             stop_reason=self.stop_reason,
-            finish_reason="length" if ended_by_limit else last.finish_reason,
+            finish_reason="length" if ended_by_limit else of_last,
         )
         if not self.added:
             return whole

@@ -23,6 +23,7 @@ import json
 import random
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Final
 from urllib.parse import parse_qsl, urlencode
 
@@ -36,6 +37,8 @@ from flatpeak.utils.user_code import OneLineError, describe_value, load_object, 
 
 Texts = list[tuple[str, Any]]
 """The role and the content of messages."""
+REFUSED: Final = ("malformed", "unknown_tool", "bad_arguments")
+"""The failures of calls that flatpeak answers itself."""
 _DOT: Final = "%2E"
 """A dot in the name of a class, where pickle would look for a nested class."""
 
@@ -83,7 +86,7 @@ class _Episode:
     def reward(self, episode: Completion) -> float:
         """The reward that the rubric gives."""
         random.seed(self._seed)
-        client = _client(episode.turns, cut=episode.finish_reason == "length")
+        client = _client(_reached(episode.turns), cut=episode.finish_reason == "length")
         return float(asyncio.run(self._source.run_rollout(self._row, client, "flatpeak", {}))["reward"])
 
     def _advance(self, *turns: Turn) -> Any:
@@ -133,6 +136,12 @@ def _method(source: Any, name: str) -> Callable[..., Any]:
     this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     call.__signature__ = signature.replace(parameters=[this, *visible])  # type: ignore[attr-defined]
     return call
+
+
+def _reached(turns: Sequence[Turn]) -> list[Turn]:
+    """The turns as the environment saw them: calls that cannot be made are answered without it."""
+    reached = [replace(turn, calls=tuple(call for call in turn.calls if call.failure not in REFUSED)) for turn in turns]
+    return [now for now, turn in zip(reached, turns, strict=True) if now.calls or not turn.calls]
 
 
 def _load(reference: str, arguments: dict[str, Any]) -> Any:
