@@ -207,6 +207,17 @@ def test_under_autocast_the_guard_measures_what_rounding_leaves_and_refuses(tmp_
     assert min(logged(large, "gradreg/perturbation_kept")) > 0.9
 
 
+@pytest.mark.parametrize("precision", ["float32", "autocast"])
+def test_autocast_around_the_trainer_is_left_or_measured(tmp_path: Path, precision: str) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = trained(grpo(tmp_path, grad_reg_precision=precision, grad_reg_eps=0.5, grad_reg_check_every=0))
+    kept = min(logged(inside, "gradreg/perturbation_kept"))
+    assert (kept > 0.9999) == (precision == "float32")
+    if precision == "float32":
+        outside = trained(grpo(tmp_path, grad_reg_eps=0.5, grad_reg_check_every=0))
+        assert logged(inside, "gradreg/g1_norm")[0] == pytest.approx(logged(outside, "gradreg/g1_norm")[0], rel=1e-4)
+
+
 def test_weights_in_bfloat16_are_refused(tmp_path: Path) -> None:
     trainer = grpo(tmp_path, model=saved_model(tmp_path).bfloat16(), grad_reg_eps=1e-4)
     with pytest.raises(UserError, match=r"rounding to bfloat16 swamps.*raise grad_reg_eps.*compute in float32"):

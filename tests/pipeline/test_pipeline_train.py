@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +115,40 @@ def test_every_step_under_autocast_trains_at_the_weights_of_the_step(recipe: Rec
         gaps[cached] = [row["rollout/logprob_gap_mean"] for row in rows]
     assert gaps[True] == gaps[False]
     assert max(gaps[True]) < 2e-3
+
+
+STATES: dict[str, Callable[[], Any]] = {
+    "float64": lambda: default_dtype(torch.float64),
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "no gradients": torch.no_grad,
+    "inference": torch.inference_mode,
+    "meta device": lambda: torch.device("meta"),
+}
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """A context in which new tensors have this type."""
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_what_the_caller_has_set_in_torch_changes_no_run_and_stays(recipe: Recipe, train: Train) -> None:
+    def steps(name: str) -> list[dict[str, Any]]:
+        sections: dict[str, Any] = {"run": {"name": name, "threads": 2}, "training": {"steps": 2}}
+        result = train(recipe(**sections, sft={"steps": 1, "batch_size": 4}), reward=odd, progress=False)
+        rows = read_metrics(result.path / "metrics.jsonl")
+        return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows]
+
+    figures = ("loss", "policy/grad_norm", "reward/mean", "rollout/logprob_gap_max", "sft/loss")
+    expected = [{key: row.get(key) for key in figures} for row in steps("plain")]
+    assert torch.get_num_threads() == 1  # and not the run's two
+    for name, state in STATES.items():
+        with state():
+            before = (torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_default_device())
+            made = steps(name.replace(" ", "-"))
+            assert (torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_default_device()) == before
+        assert [{key: row.get(key) for key in figures} for row in made] == expected

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils import prune
 
+from flatpeak.errors import UserError
 from flatpeak.policy import compatibility as support
 from flatpeak.policy.model import Policy
 from support.architectures import COMMON
@@ -93,6 +95,42 @@ def test_the_probe_refuses_a_head_that_is_not_the_hidden_state_times_its_weight(
     policy = Policy(model, Tokenizer())
     assert not policy.native
     assert "differ from the plain forward pass" in str(policy.notice)
+
+
+@pytest.mark.parametrize(("factor", "native"), [(1.0, True), (0.1, False)])
+def test_a_hook_on_the_output_layer_that_changes_logits_takes_the_plain_forward_pass(
+    factor: float, native: bool
+) -> None:
+    """Training multiplies by the layer's weights, and would not call it."""
+    model = tiny_model("llama", scale=5.0, **COMMON).eval()
+    model.lm_head.register_forward_hook(lambda module, given, found: factor * found)
+    policy = Policy(model, Tokenizer())
+    assert policy.native == native
+    batch = uneven_batch()
+    logprobs_T, _ = policy.token_logprobs(batch, temperature=0.7)
+    torch.testing.assert_close(logprobs_T, plain_logprobs(policy, batch, 0.7), atol=1e-5, rtol=1e-5)
+
+
+def test_an_output_layer_whose_weight_is_computed_at_each_call_is_refused() -> None:
+    model = tiny_model("llama", **COMMON)
+    prune.random_unstructured(model.lm_head, "weight", amount=0.5)
+    with pytest.raises(UserError, match=r"output layer is computed at each call .*: call prune\.remove"):
+        Policy(model, Tokenizer())
+
+
+@pytest.mark.parametrize(("kind", "name"), [("opt", "layerdrop"), ("mixtral", "jitter_noise")])
+def test_layers_that_are_left_out_and_noise_of_routers_are_silent_too(kind: str, name: str) -> None:
+    settings = {"opt": {"ffn_dim": 24, "word_embed_proj_dim": COMMON["hidden_size"], "dropout": 0.0}}
+    model = tiny_model(kind, **{**COMMON, **settings.get(kind, {})})
+    holders = [module for module in model.modules() if hasattr(module, name)]
+    assert holders
+    for module in holders:
+        setattr(module, name, 0.5)
+    policy = Policy(model, Tokenizer())
+    first_T, second_T = (policy.token_logprobs(uneven_batch(), temperature=1.0)[0] for _ in range(2))
+    assert torch.equal(first_T, second_T)
+    policy.release()
+    assert {getattr(module, name) for module in holders} == {0.5}
 
 
 def test_a_plain_forward_pass_on_a_held_model_is_refused_rather_than_wrong() -> None:

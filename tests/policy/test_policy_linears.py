@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
@@ -132,6 +133,17 @@ def test_an_input_of_one_dimension_and_one_of_none_go_through_either_layer() -> 
         torch.testing.assert_close(model(each).detach(), wanted, atol=1e-5, rtol=1e-5)
         with packed_weights(model), torch.no_grad():
             torch.testing.assert_close(model(each), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_a_pruned_layer_is_not_packed_because_its_weight_is_made_at_each_call() -> None:
+    model = two_layers()
+    prune.random_unstructured(model[0], "weight", amount=0.5)
+    make_fast(model)
+    with torch.no_grad():
+        model[0].weight_orig.add_(1.0)  # an update; the weight is still that of the last call
+        with packed_weights(model):
+            found = model(torch.ones(4, 128))
+        torch.testing.assert_close(found, model(torch.ones(4, 128)), atol=1e-5, rtol=1e-5)
 
 
 def test_hooks_go_on_being_called() -> None:

@@ -18,6 +18,7 @@ from flatpeak.pipeline.progress import SilentProgress
 from flatpeak.protocols import Progress
 from flatpeak.runs.notices import NoticeLog, RecordedProgress
 from flatpeak.tasks.prompts import CHAT, TEXT_TEMPLATES, PromptConfig, template_text
+from flatpeak.utils.torch_state import usual_torch_state
 
 RawRecipe = Mapping[str, Any]
 """A recipe as written in YAML, unchecked."""
@@ -98,7 +99,7 @@ def compare_checkpoints(
         run = model.recipe.get("run") or base.get("run") or {}
         config = parse_config(apply_overrides({**base, "run": run, "model": model.section(base)}, overrides))
         notices += _check_comparable(model, config, explicit)
-        with open_evaluation(config, progress=progress) as evaluator:
+        with usual_torch_state(), open_evaluation(config, progress=progress) as evaluator:
             evaluations.append(evaluator.evaluate(size=_evaluation_size(config, overrides), robustness=True))
         del evaluator  # otherwise this model would still be in memory while the next one loads
     evaluations, ungraded = _without_graded_accuracy(evaluations)

@@ -28,6 +28,7 @@ from flatpeak.pipeline.run_result import RunResult
 from flatpeak.protocols import Progress
 from flatpeak.runs.notices import NoticeLog, RecordedProgress
 from flatpeak.tasks.dataset import held_out_task
+from flatpeak.utils.torch_state import usual_torch_state
 
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]
@@ -100,7 +101,7 @@ def evaluate(
     config = resolve_config(request.recipe, request.settings)
     display = RecordedProgress(as_progress(progress), NoticeLog())
     size = config.evaluation.final_size or config.evaluation.size
-    with open_evaluation(config, objects, progress=display) as evaluator:
+    with usual_torch_state(), open_evaluation(config, objects, progress=display) as evaluator:
         evaluation = evaluator.evaluate(size=size, robustness=True)
     if evaluation.graded_by is not None:
         display.notice(no_accuracy(evaluation.graded_by))

@@ -285,12 +285,14 @@ def compute_dtype(trainer: Trainer, precision: str) -> torch.dtype | None:
     """The type to which a regularized forward pass rounds weights, for the guard; None without rounding."""
     if precision == "float32":
         return None
-    return sharded_dtype(trainer) or (torch.bfloat16 if autocasts(trainer) else None)
+    device = trainer.accelerator.device.type
+    ambient = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return sharded_dtype(trainer) or (torch.bfloat16 if autocasts(trainer) else ambient)
 
 
 @contextmanager
 def without_autocast(trainer: Trainer) -> Iterator[None]:
-    """A context without autocast, and without TensorFloat-32 in matrix products.
+    """A context without autocast, the caller's included, and without TensorFloat-32 in matrix products.
 
     accelerate wraps `forward` of prepared models in autocast and keeps the original function as an attribute.
     """
@@ -303,7 +305,8 @@ def without_autocast(trainer: Trainer) -> Iterator[None]:
     accelerator.native_amp = False
     MATMUL.fp32_precision = IEEE
     try:
-        yield
+        with torch.autocast(accelerator.device.type, enabled=False):
+            yield
     finally:
         MATMUL.fp32_precision = matmul
         accelerator.native_amp = amp

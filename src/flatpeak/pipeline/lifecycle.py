@@ -16,7 +16,6 @@ from flatpeak.pipeline.progress import as_progress
 from flatpeak.pipeline.request import RunRequest
 from flatpeak.pipeline.run_result import RunResult
 from flatpeak.pipeline.run_start import ResumePoint, Run, RunStart, open_recorder, read_resume_point, take_directory
-from flatpeak.policy.precision import fresh_casts
 from flatpeak.report.page import write_report
 from flatpeak.runs.directory import RunDirectory, RunPaths, check_start
 from flatpeak.runs.notices import NoticeLog, RecordedProgress
@@ -41,8 +40,7 @@ def open_run(
     display = as_progress(wanted, metric=metric)
     bars = no_progress_bar() if wanted is False else nullcontext()
     hide_secrets_of(resolved)
-    log = NoticeLog(failed=display.notice)
-    with _worded_for(request), bars, closing(log), fresh_casts(), ExitStack() as held:
+    with _worded_for(request), bars, closing(NoticeLog(failed=display.notice)) as log, ExitStack() as held:
         progress = RecordedProgress(display, log)
         for notice in notices:
             progress.notice(notice)

@@ -29,6 +29,7 @@ from flatpeak.pipeline.run_result import RunResult
 from flatpeak.pipeline.stages import run_rl, run_sft
 from flatpeak.protocols import Progress, Task
 from flatpeak.training.recorder import SAMPLER_STATE
+from flatpeak.utils.torch_state import usual_torch_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -141,6 +142,7 @@ def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[
         raise UserError("sft.steps=0: there is nothing to train; set sft.steps to how many steps SFT should take")
     config, notices = without_model_source(config, objects, request)
     with (
+        usual_torch_state(),
         open_ranks(config.distributed) as ranks,
         open_run(request, config, metric=config.evaluation.metric, notices=notices, ranks=ranks) as run,
     ):

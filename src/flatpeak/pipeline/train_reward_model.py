@@ -58,6 +58,7 @@ from flatpeak.utils.adapters import add_adapters, check_own_adapters, restore_ad
 from flatpeak.utils.control_tokens import notice_of_control_tokens
 from flatpeak.utils.host_memory import offload_notices
 from flatpeak.utils.huggingface import pick_device
+from flatpeak.utils.torch_state import usual_torch_state
 
 REFERENCE_PAIRS = 256
 """Held-out pairs whose scores give the mean and the standard deviation that are recorded with the model."""
@@ -98,7 +99,7 @@ def run_reward_model(request: RunRequest, *, model: Any = None, tokenizer: Any =
     """Train a reward model as requested, from where it was left."""
     config = resolve_config(request.recipe, request.settings)
     check_alone(config.distributed, "reward models")
-    with open_run(request, config, metric="accuracy") as run:
+    with usual_torch_state(), open_run(request, config, metric="accuracy") as run:
         run.progress.say(first_line(config, model=model))
         checkpoint = run.resume_point.train
         task = config.task

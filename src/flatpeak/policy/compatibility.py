@@ -132,7 +132,7 @@ def probe(policy: PolicyParts) -> str | None:
         row = pack_prompts([long[:-1], short[:-1]], device=policy.device, multiple=1)
         context = PackedContext(row)
         policy.model.eval()
-        packed = policy.head.logits(policy.hidden(row, context))
+        packed = policy.head.logits_of_weights(policy.hidden(row, context))
         if sorted(context.calls) != list(range(layers)):
             return f"its attention ran on layers {sorted(context.calls)} instead of once on each of {layers}"
         prompts = [long[:-1], short[:-1]]

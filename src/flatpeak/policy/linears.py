@@ -203,8 +203,12 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
 
 
 def _packable(model: nn.Module) -> list[FastLayer]:
-    """The layers that oneDNN multiplies; a layer with an adapter without its base."""
-    fast = [module for module in model.modules() if isinstance(module, FastLayer) and served(module.weight)]
+    """The layers that oneDNN multiplies; a layer with an adapter without its base.
+
+    The weight of a pruned layer is no parameter: its hook computes it at each call, after a copy would be made.
+    """
+    modules = [module for module in model.modules() if isinstance(module, FastLayer) and served(module.weight)]
+    fast = [module for module in modules if isinstance(module.weight, nn.Parameter)]
     plain = (FastLinear, FastConv1D)
     adapted = [layer for layer in fast if not isinstance(layer, plain) and _served_with(layer.adapter())]
     bases = {id(layer.base_layer) for layer in adapted}
@@ -238,7 +242,14 @@ class Head:
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """The logits of hidden states, float32 [R, V]."""
-        logits = self.linear(hidden_RD).float()
+        return self._scaled(self.linear(hidden_RD))
+
+    def logits_of_weights(self, hidden_RD: Tensor) -> Tensor:
+        """The logits as training computes them: without what a hook of the layer makes of them."""
+        return self._scaled(nn.functional.linear(hidden_RD, self.linear.weight, self.linear.bias))
+
+    def _scaled(self, output_RV: Tensor) -> Tensor:
+        logits = output_RV.float()
         if self.logit_scale != 1:
             logits = logits * self.logit_scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
@@ -250,6 +261,11 @@ def read_head(model: PreTrainedModel) -> Head:
     trained_whole = getattr(linear, "modules_to_save", None)  # peft also keeps the frozen original
     if isinstance(trained_whole, nn.ModuleDict):
         linear = trained_whole[linear.active_adapter]
+    if type(linear) is nn.Linear and not isinstance(linear.weight, nn.Parameter):
+        raise UserError(
+            f"the weight of {type(model).__name__}'s output layer is computed at each call (torch.nn.utils.prune or "
+            "weight_norm): call prune.remove or remove_weight_norm on it"
+        )
     if type(linear) is not nn.Linear:
         raise UserError(
             f"the output layer of {type(model).__name__} is {type(linear).__name__}, not a plain linear layer: "

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -189,6 +189,10 @@ def check_compiler(device: torch.device) -> None:
         raise UserError(f"training.compile=true: torch.compile fails here ({line}): {remedy}") from error
 
 
+_DROPS: Final = ("dropout", "layerdrop", "jitter")
+"""Words in the names of attributes that make training passes random."""
+
+
 def silence_dropout(
     model: nn.Module, *, keep: Collection[nn.Module] = frozenset()
 ) -> list[tuple[nn.Module, str, float]]:
@@ -222,7 +226,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 def _is_probability(module: nn.Module, name: str, setting: object) -> bool:
     if isinstance(module, nn.modules.dropout._DropoutNd) and name == "p":
         return True
-    return isinstance(setting, float) and ("dropout" in name or name.endswith("_pdrop"))
+    return isinstance(setting, float) and (name.endswith("_pdrop") or any(word in name for word in _DROPS))
 
 
 def register_holder(causal: nn.Module, policy: object) -> None:

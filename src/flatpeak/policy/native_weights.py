@@ -101,7 +101,7 @@ def _unserved(policy: PolicyParts) -> str | None:
 
 def _rope(rotary: nn.Module, positions: int) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        tables = rotary(torch.zeros(1), torch.arange(positions)[None])
+        tables = rotary(torch.zeros(1, dtype=torch.float32), torch.arange(positions)[None])
     cosines, sines = (table[0, :, : table.shape[-1] // 2] for table in tables)  # the halves are equal
     return cosines, sines
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -40,22 +39,6 @@ def _computes_below(device: str) -> bool:
     backend = torch.backends.cuda.matmul if device == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     precisions = {backend.fp32_precision, torch.backends.fp32_precision}  # type: ignore[attr-defined]
     return torch.is_autocast_enabled(device) or not COARSE_PRECISIONS.isdisjoint(precisions)
-
-
-@contextmanager
-def fresh_casts() -> Iterator[None]:
-    """A context in which autocast casts a weight for every use of it.
-
-    Its cache lasts as long as the outermost autocast does. Around a whole run, every step would train at the weights of
-    the first, and at casts that sampling made without gradients.
-    """
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    torch.clear_autocast_cache()
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(cached)
 
 
 def bfloat16_slowdown() -> float:

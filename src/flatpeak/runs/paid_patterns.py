@@ -76,7 +76,7 @@ def paid_patterns(rows: Sequence[Row], first: Sequence[Row], *, most: int = 10) 
 
 
 def _named(rows: Sequence[Row], first: Sequence[Row], *, most: int = 10) -> list[Pattern]:
-    """`paid_patterns` of answers."""
+    """Name the patterns, as `paid_patterns`, of answers that are read already."""
     paid = _paid(rows)
     at_first = _having(first, by_characters=paid.by_characters, half=paid.half)
     chosen: list[str] = []
@@ -153,13 +153,13 @@ def _having(rows: Sequence[Row], *, by_characters: bool, half: int) -> dict[str,
     having: dict[str, set[int]] = {}
     for index, row in enumerate(rows):
         pieces = list(row["text"].strip()) if by_characters else _WORDS.findall(row["text"])
-        parts = [pieces] if len(pieces) <= 2 * half else [pieces[:half], pieces[-half:]]
-        names = {name for part in parts for name in _runs_of(part, "" if by_characters else " ")}
+        ends = [pieces] if len(pieces) <= 2 * half else [pieces[:half], pieces[-half:]]
+        names = {name for end in ends for name in _runs_of(end, "" if by_characters else " ")}
         if row["length"] > median(lengths[_group(row)]):
             names.add(_LONGER)
         if row["finish_reason"] == "length":
             names.add(_CUT)
-        triples = [tuple(part[at : at + 3]) for part in parts for at in range(len(part) - 2)]
+        triples = [tuple(end[at : at + 3]) for end in ends for at in range(len(end) - 2)]
         if len(triples) - len(set(triples)) >= 2 and not by_characters:
             names.add(_REPEATS)
         for name in names:
@@ -236,7 +236,7 @@ def _group(row: Row) -> Group:
 
 
 def _answer(row: Row) -> Row:
-    """What is read of a logged row. Of an episode the policy's own turns: what answers them often says if it paid."""
+    """Keep of a logged row what is read; of an episode the policy's turns, because answers often say what they paid."""
     own = {"text": row["text"], "length": len(row["token_ids"])}
     if "turns" in row:
         own = {"text": "\n".join(turn["text"] for turn in row["turns"]), "length": sum(row["trained"])}

@@ -103,7 +103,7 @@ def minibatches(
     order = present[torch.randperm(len(present), generator=torch.Generator().manual_seed(seed)).to(present.device)]
     members = [torch.isin(unit_N, units).nonzero()[:, 0] for units in order.tensor_split(min(count, len(order)))]
     trained_N = trained_lengths(completions)
-    weights_N = torch.empty(len(trained_N), device=trained_N.device)
+    weights_N = torch.empty(len(trained_N), dtype=torch.float32, device=trained_N.device)
     for indices in members:
         weights_N[indices] = completion_weights(trained_N[indices], normalization, max_tokens=max_tokens)
     epoch = completions.to_batch(advantages_T=advantages_T, weights_N=weights_N, old_logprobs_T=old_logprobs_T)

@@ -169,7 +169,7 @@ class StopCondition:
         return {} if self.config is None else {STOP_WHEN: {"values": self.values, "reason": self.reason}}
 
     def restart(self) -> None:
-        """Forget all steps so far, as in a fork: they may have been paid by another reward."""
+        """Drop all steps so far, as in a fork: another reward may have paid for them."""
         self.values, self.reason = [], None
 
     def load(self, state: Mapping[str, Any] | None) -> None:
