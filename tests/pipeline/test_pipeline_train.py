@@ -137,15 +137,21 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def test_what_the_caller_has_set_in_torch_changes_no_run_and_stays(recipe: Recipe, train: Train) -> None:
+    threads = set()
+
+    def reward(completion_ids: list[list[int]]) -> list[float]:
+        threads.add(torch.get_num_threads())
+        return odd(completion_ids)
+
     def steps(name: str) -> list[dict[str, Any]]:
         sections: dict[str, Any] = {"run": {"name": name, "threads": 2}, "training": {"steps": 2}}
-        result = train(recipe(**sections, sft={"steps": 1, "batch_size": 4}), reward=odd, progress=False)
+        result = train(recipe(**sections, sft={"steps": 1, "batch_size": 4}), reward=reward, progress=False)
         rows = read_metrics(result.path / "metrics.jsonl")
         return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows]
 
     figures = ("loss", "policy/grad_norm", "reward/mean", "rollout/logprob_gap_max", "sft/loss")
     expected = [{key: row.get(key) for key in figures} for row in steps("plain")]
-    assert torch.get_num_threads() == 1  # and not the run's two
+    assert (threads, torch.get_num_threads()) == ({2}, 1)
     for name, state in STATES.items():
         with state():
             before = (torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_default_device())
