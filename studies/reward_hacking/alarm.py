@@ -1,6 +1,8 @@
 """The first step at which `flatpeak patterns` names a pattern of two spreads or more, for every run of an arm.
 
 python studies/reward_hacking/alarm.py runs/reward_hacking/baselines/runs/none --csv alarms.csv
+
+With `--pattern NAME` it is the first step at which this one is named, whatever it pays.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ SPREADS = 2.0
 COLUMNS = ("arm", "seed", "step", "pattern", "share", "spreads", "others")
 
 
-def alarm(run: Path) -> dict[str, Any]:
+def alarm(run: Path, pattern: str | None = None) -> dict[str, Any]:
     """The step of the alarm and the pattern that pays most in spreads; without an alarm only the run's name."""
     row: dict[str, Any] = {"arm": run.parent.name, "seed": run.name.removeprefix("seed-")}
     for step in sorted(logged_steps(RunPaths(run).rollouts)):
-        named = sorted(
-            (one for one in patterns_of(run, step=step)[1] if one.spreads >= SPREADS), key=lambda one: -one.spreads
-        )
+        found = patterns_of(run, step=step)[1]
+        chosen = [one for one in found if (one.spreads >= SPREADS if pattern is None else one.name == pattern)]
+        named = sorted(chosen, key=lambda one: -one.spreads)
         if named:
             first, others = named[0], " ".join(one.name for one in named[1:])
             measured = {"share": round(first.share, 5), "spreads": round(first.spreads, 3)}
@@ -37,13 +39,14 @@ def main() -> None:
     """Write a row per run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("arms", type=Path, nargs="+", help="directories with a run per seed")
+    parser.add_argument("--pattern")
     parser.add_argument("--csv", type=Path, required=True)
     given = parser.parse_args()
     runs = sorted(run for arm in given.arms for run in arm.glob("seed-*"))
     with given.csv.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(alarm(run) for run in runs)
+        writer.writerows(alarm(run, given.pattern) for run in runs)
 
 
 if __name__ == "__main__":
