@@ -158,15 +158,21 @@ def predictions_table(curves: SweepTable, alarms: SweepTable) -> str:
     rung = {(row["arm"], row["seed"]) for row in alarms.rows if row["step"] is not None}
     good, cheating = "reward/gold", "reward/exploit"
 
-    def best(seed: int) -> float:
-        return max(one[good] for one in ends["none", seed])
+    def stopped(seed: int) -> float:
+        """Good answers of no penalty, stopped at the window that is best for the other seeds; the last of a run that ended."""
+        others = [ends["none", other] for other in seeds if other != seed]
+        best = max(
+            range(max(map(len, others))), key=lambda at: sum(means[min(at, len(means) - 1)][good] for means in others)
+        )
+        own = ends["none", seed]
+        return own[min(best, len(own) - 1)][good]
 
     predictions: dict[str, Callable[[int], bool]] = {
         "P1": lambda seed: last["none", seed][cheating] >= 0.5 and last["none", seed][good] < first["none", seed][good],
         "P2": lambda seed: last["mended", seed][good] > first["mended", seed][good],
         "P3, KL": lambda seed: last["kl", seed][cheating] < last["none", seed][cheating],
         "P3, limit": lambda seed: last["advantage_limit", seed][cheating] < last["none", seed][cheating],
-        "P4": lambda seed: best(seed) > last["kl", seed][good],
+        "P4": lambda seed: stopped(seed) > last["kl", seed][good],
         "P5, than at the start": lambda seed: (
             last["advantage_limit", seed][good] > first["advantage_limit", seed][good]
         ),
