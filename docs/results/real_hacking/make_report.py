@@ -159,7 +159,7 @@ def predictions_table(curves: SweepTable, alarms: SweepTable) -> str:
     good, cheating = "reward/gold", "reward/exploit"
 
     def stopped(seed: int) -> float:
-        """Good answers of no penalty, stopped at the window that is best for the other seeds; the last of a run that ended."""
+        """Good answers of no penalty, stopped where it is best for the other seeds, or at its end before that."""
         others = [ends["none", other] for other in seeds if other != seed]
         best = max(
             range(max(map(len, others))), key=lambda at: sum(means[min(at, len(means) - 1)][good] for means in others)
