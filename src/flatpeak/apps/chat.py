@@ -100,9 +100,9 @@ def converse(model: ChatModel, console: Console) -> None:
         messages.append({"role": "assistant", "content": answer.text})
         console.write(answer.text)
         if answer.finish_reason == "length":
-            limit = f"cut after {plural(sampling.max_new_tokens, 'token')}"
-            other = answer.stop_reason in ("max_turns", "max_calls", "timeout")
-            console.note(f"(ended by episodes.{answer.stop_reason})" if other else f"({limit})")
+            by_episode = answer.stop_reason in ("max_turns", "max_calls", "timeout")
+            cut = f"cut after {plural(sampling.max_new_tokens, 'token')}"
+            console.note(f"(ended by episodes.{answer.stop_reason})" if by_episode else f"({cut})")
 
 
 def _fitted(policy: Policy, settings: ChatSettings, messages: list[Message], console: Console) -> Prompt:

@@ -261,15 +261,15 @@ def read_head(model: PreTrainedModel) -> Head:
     trained_whole = getattr(linear, "modules_to_save", None)  # peft also keeps the frozen original
     if isinstance(trained_whole, nn.ModuleDict):
         linear = trained_whole[linear.active_adapter]
-    if type(linear) is nn.Linear and not isinstance(linear.weight, nn.Parameter):
-        raise UserError(
-            f"the weight of {type(model).__name__}'s output layer is computed at each call (torch.nn.utils.prune or "
-            "weight_norm): call prune.remove or remove_weight_norm on it"
-        )
     if type(linear) is not nn.Linear:
         raise UserError(
             f"the output layer of {type(model).__name__} is {type(linear).__name__}, not a plain linear layer: "
             "exclude lm_head from adapters and quantization"
+        )
+    if not isinstance(linear.weight, nn.Parameter):
+        raise UserError(
+            f"the weight of {type(model).__name__}'s output layer is computed at each call (torch.nn.utils.prune or "
+            "weight_norm): call prune.remove or remove_weight_norm on it"
         )
     config = model.config
     scale = getattr(config, "logit_scale", None)  # cohere multiplies

@@ -189,7 +189,7 @@ def check_compiler(device: torch.device) -> None:
         raise UserError(f"training.compile=true: torch.compile fails here ({line}): {remedy}") from error
 
 
-_DROPS: Final = ("dropout", "layerdrop", "jitter")
+_DROPS: Final = ("dropout", "pdrop", "layerdrop", "jitter")
 """Words in the names of attributes that make training passes random."""
 
 
@@ -226,7 +226,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 def _is_probability(module: nn.Module, name: str, setting: object) -> bool:
     if isinstance(module, nn.modules.dropout._DropoutNd) and name == "p":
         return True
-    return isinstance(setting, float) and (name.endswith("_pdrop") or any(word in name for word in _DROPS))
+    return isinstance(setting, float) and any(word in name for word in _DROPS)
 
 
 def register_holder(causal: nn.Module, policy: object) -> None:
