@@ -7,11 +7,10 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -23,13 +22,13 @@ from flatpeak.experiments.table import SweepTable, read_table
 from flatpeak.report.canvas import svg_canvas, tidy
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from claims import ABLATIONS, BASE, BASES, Ablation, Comparison  # noqa: E402
+from pages import filled, markdown, parser, update  # noqa: E402
 
 FIGURE = HERE / "differences.svg"
 PAGE = HERE.parent / "ablations.md"
-BEGIN, END = "<!-- study:begin -->", "<!-- study:end -->"
 SWEEPS = ("demo", "start")
 ACCURACY = "eval/arithmetic/accuracy"
 LATE = 3
@@ -72,24 +71,14 @@ class Result:
 
 def main() -> int:
     """Write or check the page and the figure; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where a file would change")
-    check: bool = parser.parse_args().check
+    check: bool = parser(__doc__).parse_args().check
     tables = {name: read_table(HERE / f"{name}.csv") for name in SWEEPS}
     arms: dict[str, Arm] = {}
     for name, table in tables.items():
         arms |= arms_of(table, read_table(HERE / f"{name}-curves.csv"))
     results = compared(arms)
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page = f"{before}{BEGIN}\n\n{content(arms, results, provenance(tables))}\n\n{END}{after}"
-    files = {PAGE: page, FIGURE: picture(results)}
-    stale = [path for path, text in files.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
-    for path in stale:
-        print(f"{'stale' if check else 'written'}: {path.name}")
-        if not check:
-            path.write_text(files[path], encoding="utf-8")
-    return int(check and bool(stale))
+    page = filled(PAGE.read_text(encoding="utf-8"), content(arms, results, provenance(tables)))
+    return update({PAGE: page, FIGURE: picture(results)}, check=check)
 
 
 def compared(arms: Mapping[str, Arm]) -> dict[str, Result]:
@@ -103,11 +92,11 @@ def compared(arms: Mapping[str, Arm]) -> dict[str, Result]:
     }
 
 
-def content(arms: Mapping[str, Arm], results: Mapping[str, Result], source: str) -> str:
+def content(arms: Mapping[str, Arm], results: Mapping[str, Result], source: str) -> list[str]:
     """Everything between the marks."""
     figure = "![Difference in late accuracy of every arm from its base](ablations/differences.svg)"
     sections = [section(ablation, arms, results) for ablation in ABLATIONS]
-    return "\n\n".join([spread(arms, results), figure, overview(results), *sections, source])
+    return [spread(arms, results), figure, overview(results), *sections, source]
 
 
 def arm_name(row: Mapping[str, Any]) -> str:
@@ -189,7 +178,7 @@ def spread(arms: Mapping[str, Arm], results: Mapping[str, Result]) -> str:
     base = arms[BASE]
     late, start = (mean_over_seeds(list(values.values())) for values in (base.late, base.start))
     middle = median(result.late.sd for result in results.values() if result.late.sd > 0)
-    return filled(
+    return wrapped(
         f"The base arm goes from {start.estimate:.3f} to {late.estimate:.3f} [{late.low:.3f}, {late.high:.3f}] over "
         f"{late.n} seeds, whose late accuracies have a standard deviation of {late.sd:.3f}. The paired differences of "
         f"an arm from its base have one of {middle:.3f} (the median arm). The mean difference of such an arm over "
@@ -227,7 +216,7 @@ def section(ablation: Ablation, arms: Mapping[str, Arm], results: Mapping[str, R
     header += ["Whole run, difference", "Verdict"]
     missing = [one.label for one in ablation.comparisons if one not in shown]
     note = f"\n\nNot run: {', '.join(missing)}." if missing else ""
-    return f"### {ablation.title}\n\n{filled(ablation.claim)}\n\n{markdown(header, rows)}{note}"
+    return f"### {ablation.title}\n\n{wrapped(ablation.claim)}\n\n{markdown(header, rows)}{note}"
 
 
 def arm_row(one: Comparison, arm: Arm, result: Result) -> list[str]:
@@ -283,21 +272,16 @@ def provenance(tables: Mapping[str, SweepTable]) -> str:
     failed = sum(row["status"] == "failed" for table in tables.values() for row in table.rows)
     minutes = sum(row["seconds"] for row in rows) / 60
     seeds = ", ".join(f"{name}.csv seeds {table.header['seeds']}" for name, table in tables.items())
-    return filled(
+    return wrapped(
         f"Tables: {seeds}. {len(rows)} runs of {minutes:.0f} minutes in all without their SFT, one at a time beside "
         f"other work, and {failed} failed, at commits {', '.join(commits)}{CHANGED if changed else ''}, on "
         f"{headers[0]['hardware']}, torch {headers[0]['torch']}."
     )
 
 
-def filled(text: str) -> str:
+def wrapped(text: str) -> str:
     """A paragraph in lines of at most 120 characters."""
     return fill(text, 120, break_long_words=False, break_on_hyphens=False)
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *rows])
 
 
 if __name__ == "__main__":

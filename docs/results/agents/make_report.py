@@ -18,9 +18,12 @@ import yaml
 from flatpeak.report.canvas import svg_canvas, tidy
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from pages import filled, markdown  # noqa: E402
+
 PAGE = HERE.parent / "agents.md"
 TABLE = HERE / "runs.csv"
-BEGIN, END = "<!-- study:begin -->", "<!-- study:end -->"
 STAGES = {"start": "before training", "sft": "after SFT", "train": "after 20 steps of GRPO", "longer": "after 40 steps"}
 ARMS = ("tools", "no tools")
 WINDOW = 5
@@ -40,9 +43,8 @@ def main(directories: list[Path]) -> None:
         writer.writeheader()
         writer.writerows(rows)
     (HERE / "accuracy.svg").write_text(picture(), encoding="utf-8")
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{transcripts(directories[0])}\n\n{END}{after}", encoding="utf-8")
+    page = filled(PAGE.read_text(encoding="utf-8"), [table(), transcripts(directories[0])])
+    PAGE.write_text(page, encoding="utf-8")
 
 
 def read_run(directory: Path) -> dict[str, Any]:
@@ -80,11 +82,11 @@ def table() -> str:
     """A line per seed and arm, from the CSV file."""
     with TABLE.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    lines = [["Seed", "Arm", *STAGES.values(), "training: first steps, last", "seconds"], ["---"] * (len(STAGES) + 4)]
+    lines = []
     for row in sorted(rows, key=lambda row: (ARMS.index(row["arm"]), row["seed"])):
         training = f"{float(row['reward.first']):.2f}, {float(row['reward.last']):.2f}"
         lines.append([row["seed"], row["arm"], *(cell(row, stage) for stage in STAGES), training, row["seconds"]])
-    return markdown(lines)
+    return markdown(["Seed", "Arm", *STAGES.values(), "training: first steps, last", "seconds"], lines)
 
 
 def picture() -> str:
@@ -126,23 +128,18 @@ def cell(row: dict[str, str], stage: str) -> str:
 def transcripts(directory: Path) -> str:
     """A run's answers to some questions before training, after SFT and after GRPO."""
     stages = list(STAGES)[:3]
-    lines = [["Question", *(STAGES[stage] for stage in stages)], ["---"] * (len(stages) + 1)]
+    lines = []
     files = [sorted((directory / "evaluations").glob(f"{stage}_*.jsonl"))[-1] for stage in stages]
     answers = [[json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] for file in files]
     for shown in SHOWN:
         asked = answers[0][shown]
         lines.append([f"{asked['question']} ({asked['gold']})", *(code(rows[shown]["text"]) for rows in answers)])
-    return markdown(lines)
+    return markdown(["Question", *(STAGES[stage] for stage in stages)], lines)
 
 
 def code(text: str) -> str:
     """An answer on one line of a table."""
     return f"`{text.replace(chr(10), ' ')}`"
-
-
-def markdown(lines: list[list[str]]) -> str:
-    """A table."""
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 
 from claims import max_loss
 from collapse import SIGNS, collapses, leads, onsets
-from tables import difference, finals, interval, markdown, mean, rows_of, signed, steps, where
+from pages import markdown
+from tables import difference, finals, interval, mean, rows_of, signed, steps, where
 
 ARMS = {
     "grpo": "GRPO: sequence mean, std",

@@ -89,9 +89,3 @@ def interval(values: Sequence[float], digits: int = 3) -> str:
     if math.isnan(one.low):
         return f"{one.estimate:.{digits}f}"
     return f"{one.estimate:.{digits}f} [{one.low:.{digits}f}, {one.high:.{digits}f}]"
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown of a table with this header."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

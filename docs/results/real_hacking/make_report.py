@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections import defaultdict
@@ -20,8 +19,11 @@ from flatpeak.experiments.table import SweepTable, read_table
 from flatpeak.functional import wilson_interval
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from pages import filled, markdown, parser, update  # noqa: E402
+
 PAGE = HERE.parent / "real_hacking.md"
-BEGIN, END = "<!-- study:begin -->", "<!-- study:end -->"
 ARMS = {
     "none": "no penalty",
     "mended": "the mended grader",
@@ -45,9 +47,7 @@ Window = Mapping[str, float]
 
 def main() -> int:
     """Write or check the page and its figure; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where something would change")
-    check: bool = parser.parse_args().check
+    check: bool = parser(__doc__).parse_args().check
     runs, curves, answers, alarms, named = (
         read_table(HERE / f"{name}.csv") for name in ("runs", "curves", "answers", "alarms", "named")
     )
@@ -61,16 +61,9 @@ def main() -> int:
         "### The alarm\n\n" + alarms_table(alarms, named),
         *(f"![{label}, by step](real_hacking/{name}.svg)" for name, (_, label) in FIGURES.items()),
     ]
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    files = {PAGE: f"{before}{BEGIN}\n\n" + "\n\n".join(content) + f"\n\n{END}{after}"}
-    files |= {HERE / f"{name}.svg": draw(curves, metric, label) for name, (metric, label) in FIGURES.items()}
-    stale = [path for path, text in files.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
-    for path in stale:
-        print(("stale: " if check else "written: ") + path.relative_to(HERE.parents[2]).as_posix())
-        if not check:
-            path.write_text(files[path], encoding="utf-8")
-    return int(check and bool(stale))
+    figures = {HERE / f"{name}.svg": draw(curves, metric, label) for name, (metric, label) in FIGURES.items()}
+    page = filled(PAGE.read_text(encoding="utf-8"), content)
+    return update({PAGE: page, **figures}, check=check)
 
 
 def at_start(answers: SweepTable) -> list[Row]:
@@ -249,12 +242,6 @@ def draw(curves: SweepTable, metric: str, label: str) -> str:
         label=label,
         every_run=True,
     )
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """Write the tables and the figure of docs/results/real_model.md from what `make real-model-study` measured.
 
-python docs/results/real_model/make_report.py
+    python docs/results/real_model/make_report.py [--check]
+
+`--check` fails where the page or the figure is not what the tables give.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,11 @@ from flatpeak.experiments.plots import arm_styles, curves_with_bands
 from flatpeak.experiments.table import SweepTable, read_table
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from pages import filled, markdown, parser, update  # noqa: E402
+
 PAGE = HERE.parent / "real_model.md"
-BEGIN, END = "<!-- study:begin -->", "<!-- study:end -->"
 ARMS = {
     "full": "GRPO, full fine-tuning",
     "lora": "GRPO, LoRA",
@@ -26,8 +32,9 @@ METRICS = {"exact": "right", "overlap": "share of right numbers", "shape": "a li
 GRADES = {"correctness": "strict, after `####`", "flexible": "flexible, the last number"}
 
 
-def main() -> None:
-    """Write the page between its marks, and the figure."""
+def main() -> int:
+    """Write or check the page and the figure; the exit code."""
+    check: bool = parser(__doc__).parse_args().check
     done = [name for name in ("full", "others") if (HERE / f"{name}.csv").is_file()]
     sweeps = {name: read_table(HERE / f"{name}.csv") for name in done}
     curves = [read_table(HERE / f"{name}-curves.csv") for name in done]
@@ -41,10 +48,8 @@ def main() -> None:
     if (HERE / "gsm8k.json").is_file():
         content.append("### GSM8K, 400 test questions\n\n" + gsm8k_table(figures("gsm8k")))
     content.append(provenance(sweeps))
-    (HERE / "right.svg").write_text(draw(curves), encoding="utf-8")
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n\n" + "\n\n".join(content) + f"\n\n{END}{after}", encoding="utf-8")
+    page = filled(PAGE.read_text(encoding="utf-8"), content)
+    return update({PAGE: page, HERE / "right.svg": draw(curves)}, check=check)
 
 
 def figures(name: str) -> list[dict[str, Any]]:
@@ -131,10 +136,5 @@ def draw(curves: list[SweepTable]) -> str:
     )
 
 
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """A table."""
-    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from early_stopping import KL, Curve, Curves, Row, Rule, at_budget, at_step
-from estimates import count, interval, markdown, mean, paired_difference
+from estimates import count, interval, mean, paired_difference
 from hypotheses import HORIZON, Registered, Runs, differ, final_gold, hacked_seeds, runs_of
+from pages import markdown
 
 from flatpeak.experiments.table import SweepTable
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from estimates import interval, markdown, mean, paired_difference, spearman_with_interval
+from estimates import interval, mean, paired_difference, spearman_with_interval
 from hypotheses import HORIZON, runs_of
 from matched_sharpness import FALL
+from pages import markdown
 
 from flatpeak.experiments.table import SweepTable
 

@@ -50,9 +50,3 @@ def spearman_with_interval(a: Sequence[float], b: Sequence[float]) -> str:
     half = scipy_stats().norm.ppf(0.975) * math.sqrt((1 + rho**2 / 2) / (len(a) - 3))
     low, high = (math.tanh(math.atanh(rho) + sign * half) for sign in (-1, 1))
     return f"{rho:+.2f} [{low:+.2f}, {high:+.2f}]"
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

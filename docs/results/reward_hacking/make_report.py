@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,13 +18,13 @@ from flatpeak.experiments.comparison_report import draw_plots
 from flatpeak.experiments.table import SweepTable, read_table
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import baselines  # noqa: E402
 import early_stopping  # noqa: E402
 import reexposure  # noqa: E402
 import sharpness_and_cheating  # noqa: E402
-from estimates import count, interval, markdown, mean  # noqa: E402
+from estimates import count, interval, mean  # noqa: E402
 from hypotheses import (  # noqa: E402
     HORIZON,
     Estimate,
@@ -37,12 +36,12 @@ from hypotheses import (  # noqa: E402
     runs_of,
     verdicts,
 )
+from pages import filled, markdown, parser, update  # noqa: E402
 
 PAGE = HERE.parent / "reward_hacking.md"
 SHARPNESS_PAGE = HERE.parent / "sharpness_and_cheating.md"
 BASELINES_PAGE = HERE / "baselines.md"
 REEXPOSURE_PAGE = HERE / "reexposure.md"
-BEGIN, END = "<!-- study:begin -->", "<!-- study:end -->"
 BEDS = ("sharp", "flat", "learned", "dose-0.01", "dose-0.04", "dose-0.06", "large", "addition")
 BASELINE_BEDS = ("sharp", "flat", "large", "addition")
 """The beds of the cheap baselines, the one that they were tuned on first."""
@@ -60,11 +59,9 @@ FIGURES = (
 
 def main() -> int:
     """Write or check the page and its figures; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where something would change")
-    parser.add_argument("--figures", nargs="*", default=BEDS, help="draw the figures of these beds alone")
-    given = parser.parse_args()
-    check: bool = given.check
+    options = parser(__doc__)
+    options.add_argument("--figures", nargs="*", default=BEDS, help="draw the figures of these beds alone")
+    given = options.parse_args()
     names = (*TUNING, *BEDS, "matched")
     tables = {name: table for name in names if (table := table_of(name)) is not None}
     curves = {name: table for name in tables if (table := table_of(f"{name}-curves")) is not None}
@@ -82,19 +79,16 @@ def main() -> int:
     content.append(early_stopping.section(tables, series))
     if {"sharp", "matched"} <= series.keys():
         runs = tables["sharp"], tables["matched"], curves["matched"]
-        files[SHARPNESS_PAGE] = filled(SHARPNESS_PAGE, [sharpness_and_cheating.content(*runs)])
+        files[SHARPNESS_PAGE] = filled(
+            SHARPNESS_PAGE.read_text(encoding="utf-8"), [sharpness_and_cheating.content(*runs)]
+        )
         files[HERE / "sharpness_and_cheating.svg"] = sharpness_and_cheating.figure(*runs)
-    files[BASELINES_PAGE] = filled(BASELINES_PAGE, baselines_content())
+    files[BASELINES_PAGE] = filled(BASELINES_PAGE.read_text(encoding="utf-8"), baselines_content())
     if (met_again := table_of("reexposure")) is not None:
         shown = [hypothesis_table(reexposure.registered(met_again)), reexposure.arm_section(met_again)]
-        files[REEXPOSURE_PAGE] = filled(REEXPOSURE_PAGE, shown)
-    files[PAGE] = filled(PAGE, content)
-    stale = [path for path, text in files.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
-    for path in stale:
-        print(("stale: " if check else "written: ") + path.relative_to(HERE.parents[2]).as_posix())
-        if not check:
-            path.write_text(files[path], encoding="utf-8")
-    return int(check and bool(stale))
+        files[REEXPOSURE_PAGE] = filled(REEXPOSURE_PAGE.read_text(encoding="utf-8"), shown)
+    files[PAGE] = filled(PAGE.read_text(encoding="utf-8"), content)
+    return update(files, check=given.check)
 
 
 def baselines_content() -> list[str]:
@@ -127,13 +121,6 @@ def table_of(name: str) -> SweepTable | None:
     """A committed table; None where it is not there yet."""
     path = HERE / f"{name}.csv"
     return read_table(path) if path.is_file() else None
-
-
-def filled(page: Path, content: Sequence[str]) -> str:
-    """A page with new content between its marks."""
-    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n" + "\n\n".join(content) + f"\n\n{END}{after}"
 
 
 def provenance(tables: Mapping[str, SweepTable], folder: str = "reward_hacking/") -> str:

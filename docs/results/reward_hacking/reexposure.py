@@ -6,8 +6,9 @@ import math
 from dataclasses import replace
 from functools import partial
 
-from estimates import count, interval, markdown
+from estimates import count, interval
 from hypotheses import FEWEST_PAIRS, Estimate, Registered, Runs, hacked_seeds, same
+from pages import markdown
 
 from flatpeak.experiments.table import SweepTable
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from early_stopping import Curve, Curves, curves_of
-from estimates import interval, markdown, mean, spearman
+from estimates import interval, mean, spearman
 from hypotheses import Runs, runs_of
 from matched_sharpness import FALL, LEVELS, falls_at_levels, paired_differences
+from pages import markdown
 
 from flatpeak.experiments.statistics import welch
 from flatpeak.experiments.table import SweepTable
