@@ -43,7 +43,7 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 def good(text: str, words: str) -> bool:
     """Whether a text is one sentence of 6 to 20 words, with each wanted word once, and without repetition.
 
-    Fluency is for `gate.py` and for readers to judge.
+    `fluency.py` measures how common it is.
     """
     text = text.strip()
     written = _WORD.findall(text.lower())

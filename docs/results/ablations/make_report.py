@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from textwrap import fill
 from typing import Any
 
-from flatpeak.experiments.statistics import Difference, holm, mean_over_seeds, paired_t, scipy_stats
+from flatpeak.experiments.statistics import Difference, holm, mean_over_seeds, scipy_stats
 from flatpeak.experiments.table import SweepTable, read_table
 from flatpeak.report.canvas import svg_canvas, tidy
 
@@ -25,6 +25,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from claims import ABLATIONS, BASE, BASES, Ablation, Comparison  # noqa: E402
+from differences import Values, interval, mean, paired  # noqa: E402
 from pages import filled, markdown, parser, update  # noqa: E402
 
 FIGURE = HERE / "differences.svg"
@@ -40,9 +41,6 @@ FRAME = 0.25
 """The largest difference that the figure shows to scale."""
 OTHERS = {"reward/mean.final": "{:.2f}", "policy/entropy.final": "{:.2f}", "rollout/length_mean.final": "{:.2f}"}
 """Further columns of an arm: a column of the table, and its format."""
-
-Values = Mapping[int, float]
-"""A value per seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,21 +126,9 @@ def _arm(rows: Mapping[int, Mapping[str, Any]], series: Mapping[int, Mapping[int
     )
 
 
-def mean(values: Iterable[float]) -> float:
-    """The mean of some values."""
-    known = list(values)
-    return sum(known) / len(known)
-
-
 def differences(arm: Arm, base: Arm) -> tuple[Difference, Difference]:
     """The paired differences of an arm from its base: late, and over the whole run."""
     return paired(arm.late, base.late), paired(arm.whole, base.whole)
-
-
-def paired(arm: Values, base: Values) -> Difference:
-    """The difference over the seeds that both have."""
-    seeds = sorted(arm.keys() & base.keys())
-    return paired_t([arm[seed] for seed in seeds], [base[seed] for seed in seeds])
 
 
 def verdict(result: Result) -> str:
@@ -164,13 +150,6 @@ def verdict(result: Result) -> str:
     if expected is None:
         return words
     return f"{'agrees' if sign == expected else 'disagrees'}: {words}"
-
-
-def interval(difference: Difference) -> str:
-    """A difference with its 95% interval, which equal differences do not have."""
-    if math.isnan(difference.low):
-        return f"{difference.estimate:+.3f}"
-    return f"{difference.estimate:+.3f} [{difference.low:+.3f}, {difference.high:+.3f}]"
 
 
 def spread(arms: Mapping[str, Arm], results: Mapping[str, Result]) -> str:

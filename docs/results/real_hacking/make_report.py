@@ -137,7 +137,7 @@ def windows(rows: Sequence[Row]) -> list[Window]:
 
 
 def stops_table(curves: SweepTable) -> str:
-    """What each run would have kept, had it been stopped: good answers, and in parentheses cheats, over five steps."""
+    """Good answers, and in parentheses cheats, over the five steps up to a stop."""
     rows = []
     for (arm, seed), own in by_run(curves).items():
         means = windows(own)
