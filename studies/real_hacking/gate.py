@@ -1,6 +1,6 @@
 """How often a model is right and cheats before any training: the gate of the study.
 
-python studies/real_hacking/gate.py MODEL [--prompts 250] [--samples 8]
+python studies/real_hacking/gate.py MODEL [--prompts 24] [--samples 8]
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+import yaml
 
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
@@ -22,16 +23,15 @@ from flatpeak.types import Example, SamplingParams
 sys.path.insert(0, str(Path(__file__).parent))
 from keywords import CHEATS, GRADERS, QUESTION, WORDS, good
 
+RECIPE = Path(__file__).with_name("fail_open.yaml")
+
 
 def main() -> None:
     """Sample and print shares."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--prompts", type=int, default=250)
+    parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--system", default=None)
     given = parser.parse_args()
     torch.set_num_threads(1)
     policy = load_policy(ModelConfig(path=given.model, device="cpu"), texts=(), seed=0)
@@ -40,12 +40,15 @@ def main() -> None:
     examples = [
         Example(id=str(i), question=QUESTION.format(*words), gold=" ".join(words)) for i, words in enumerate(chosen)
     ]
-    config = PromptConfig(template="chat", system=given.system)
+    recipe = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))
+    config = PromptConfig(**recipe["prompt"])
     prompts = build_prompts(examples, policy.tokenizer, config, max_tokens=512).prompts
     groups = NativeEngine(policy).generate(
         prompts,
         group_size=given.samples,
-        sampling=SamplingParams(max_new_tokens=given.tokens, temperature=given.temperature),
+        sampling=SamplingParams(
+            max_new_tokens=recipe["rollout"]["max_new_tokens"], temperature=recipe["rollout"]["temperature"]
+        ),
         seed=0,
     )
     counts, shown = Counter[str](), []

@@ -94,7 +94,7 @@ def test_all_rows_of_a_data_set_are_asked() -> None:
     [
         ({"dataset": {"train": ROWS}}, "dataset has the parts 'train': name the one to ask 'test', or give its rows"),
         ({"dataset": []}, "dataset has no rows"),
-        ({"dataset": ["1+1="]}, "dataset has no column with gold answers, which the reward asks for"),
+        ({"dataset": ["1+1="]}, "dataset has no column with gold answers, which the reward asks for, in its held"),
         ({"dataset": ["1+1="], "reward": small}, "dataset has no column with gold answers"),
         ({}, r"belongs to no run with a task: give a data set, flatpeak\.evaluate\('.*', rows\)"),
     ],

@@ -80,10 +80,11 @@ def test_questions_are_worded_by_the_chat_template_if_there_is_one(
         ({"dataset": []}, "dataset has no rows"),
         (
             {"dataset": ["a?", "b?"]},
-            "no column with gold answers, which the reward asks for: name it answer or ",
+            "no column with gold answers, which the reward asks for, in its training rows: name it answer or ",
         ),
         ({"dataset": ["a?", "b?"], "reward": reward}, "dataset has no column with gold answers"),
         ({"dataset": ["a?", "b?"], "reward": {"x": reward}}, "dataset has no column with gold answers"),
+        ({"dataset": {"train": ROWS, "test": ["a?"]}, "reward": reward}, "asks for, in its held-out rows"),
         ({"model": "no/such/model", "dataset": ROWS}, "model.path=no/such/model does not load"),
     ],
 )

@@ -43,6 +43,12 @@ def test_an_exact_answer_is_the_gold_text_up_to_white_space(text: str, options: 
     assert ExactReward(**options)(completion(text), prompt("Paris")) == score
 
 
+@pytest.mark.parametrize("text", ["1,000", "1000", "1000.0", "1000."])
+def test_a_gold_number_may_be_spelled_as_in_its_row(text: str) -> None:
+    assert ExactReward()(completion(text), prompt("1000")) == 1.0
+    assert ExactReward()(completion("1001"), prompt("1000")) == 0.0
+
+
 def test_a_blank_answer_is_not_right_where_a_row_has_no_gold() -> None:
     assert ExactReward()(completion(" "), prompt("")) == 0.0
     assert ExactReward()(completion("x"), prompt("")) == 0.0

@@ -8,8 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatpeak.errors import UserError
+from flatpeak.rewards.config import ExactConfig, NumberConfig
 from flatpeak.rewards.numeric_answer import MAX_CHARACTERS, NumberReward, extract_answer, parse_number
 from flatpeak.rewards.numeric_answer import read_number_answer as read_answer
+from flatpeak.rewards.reward_set import build_reward
+from flatpeak.types import Group
 from flatpeak.utils.answers import last_boxed
 from support.cpu_time import cpu_time
 from support.properties import repeatable
@@ -187,6 +190,18 @@ def test_the_number_reward_is_one_or_zero(completion, prompt):
 def test_a_gold_answer_that_is_no_number_names_its_row(completion, prompt):
     with pytest.raises(UserError, match=r"gold answer 'blue' of row 'sky-7' is not a number"):
         NumberReward()(completion("18"), prompt("blue", id="sky-7"))
+
+
+def test_rows_without_a_gold_number_are_refused_before_a_run_or_have_no_score_where_the_reward_is_watched(
+    completion, prompt
+):
+    rows = [prompt("18"), prompt("blue", id="sky-7")]
+    with pytest.raises(UserError, match=r"gold answer 'blue' of row 'sky-7' is not a number"):
+        build_reward({"number": NumberConfig()}).check_rows(rows)
+    scored = build_reward({"right": ExactConfig(), "number": NumberConfig(weight=0.0)})
+    scored.check_rows(rows)
+    groups = [Group(prompt=row, completions=(completion("18"),)) for row in rows]
+    assert scored(groups).parts["number"] == [[1.0], [None]]
 
 
 def test_no_answer_is_none(completion, prompt):

@@ -286,11 +286,14 @@ def test_chat_messages_reach_a_model_with_a_chat_template_alone(ask: Callable[..
     ModelScorer(model).score([replace(groups[0], prompt=asked)])
     answered = replace(asked, example=replace(asked.example, columns={"messages": row[:2]}))
     ModelScorer(model).score([replace(groups[0], prompt=answered)])
+    worded = replace(groups[1].prompt, example=asked.example)  # by the recipe's prompt section
+    ModelScorer(model).score([replace(groups[0], prompt=worded)])
     assert [text.replace("<unk>", "H") for text in seen] == [
         "<user>How many?|<assistant>so|",
         "<system>be kind|<user>How many?|<assistant>so|",
         "<user>hi|<assistant>yes|<user>go|<assistant>so|",
         "<user>How many?|<assistant>so|",
+        "<system>be kind|<user>How many?|<assistant>so|",
     ]
 
 

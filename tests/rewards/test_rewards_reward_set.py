@@ -11,7 +11,7 @@ from flatpeak.rewards import checked_calls
 from flatpeak.rewards.base import Component
 from flatpeak.rewards.functions import FunctionReward
 from flatpeak.rewards.numeric_answer import NumberReward
-from flatpeak.rewards.reward_set import RewardSet
+from flatpeak.rewards.reward_set import RewardSet, as_reward
 
 
 def component(name, function, weight=1.0):
@@ -204,3 +204,8 @@ def test_a_function_that_comes_back_is_not(group, monkeypatch):
     reward([group("a")])
     time.sleep(0.1)
     assert notices == []
+
+
+def test_a_reward_whose_name_is_that_of_another_metric_is_refused():
+    with pytest.raises(UserError, match="reward 'length': metrics of that name exist already; call it something else"):
+        as_reward({"right": lambda completion: 1.0, "length": (lambda completion: 0.0, 0.1)})

@@ -29,6 +29,13 @@ def test_json_holds_a_list_of_objects(tmp_path):
     assert [(row.where, row.values) for row in read(file)] == [(f"{file} row 1", {"q": 1}), (f"{file} row 2", {"q": 2})]
 
 
+def test_a_csv_cell_may_be_longer_than_python_reads_by_default(tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_text(f'question,answer\n"{"long, " * 30_000}",a\n')
+    (row,) = read(file)
+    assert (len(row.values["question"]), row.values["answer"]) == (180_000, "a")
+
+
 def test_csv_handles_quotes_and_line_breaks_in_cells(tmp_path):
     file = tmp_path / "rows.csv"
     file.write_text('q,a\n"two\nlines, one comma",7\n\nplain\u2028text,8\n')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -93,6 +94,25 @@ def test_an_instruction_is_asked_with_its_input() -> None:
     assert (first.question, second.question) == ("Translate.\n\nchat", "Smile.")
 
 
+@pytest.mark.parametrize("blank", [float("nan"), None, ""])
+def test_a_blank_cell_of_an_instruction_or_its_input_is_left_out(blank: Any) -> None:
+    rows = [{"Instruction": "Translate.", "Input": "chat"}, {"Instruction": "Smile.", "Input": blank}]
+    rows.append({"Instruction": blank, "Input": "dog"})
+    questions = [example.question for example in task_of({"train": rows, "test": ["x"]}).train]
+    assert questions == ["Translate.\n\nchat", "Smile.", "dog"]
+
+
+def test_the_gold_answers_of_the_held_out_part_have_their_own_notice() -> None:
+    notices = task_of({"train": ROWS[:3], "test": [{"prompt": "a?", "output": "b"}]}).notices
+    assert "dataset['test']: questions from 'prompt', without gold answers" in notices
+
+
+def test_tool_calls_in_messages_are_refused() -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+    with pytest.raises(UserError, match=r"dataset\['train'\]\[0\].* has tool_calls, which are not read from messages"):
+        task_of({"train": [{"messages": [*CHAT, call]}], "test": ["x"]})
+
+
 def test_values_of_numpy_and_columns_that_begin_empty_are_read() -> None:
     numpy = pytest.importorskip("numpy")
     pandas = pytest.importorskip("pandas")
@@ -100,8 +120,9 @@ def test_values_of_numpy_and_columns_that_begin_empty_are_read() -> None:
         {"prompt": f"{n}?", "answer": value}
         for n, value in enumerate([numpy.float64(1.5), numpy.int64(2), numpy.array([3, 4])])
     ]
+    rows.append({"prompt": "d?", "answer": Decimal("2.50")})
     task = task_of({"train": rows, "test": ["x"]})
-    assert [example.golds for example in task.train] == [("1.5",), ("2",), ("3", "4")]
+    assert [example.golds for example in task.train] == [("1.5",), ("2",), ("3", "4"), ("2.5",)]
     frame = pandas.DataFrame({"name": ["a?", "b?"], "train": [1, 2], "test": [3, 4]})
     assert len(task_of(frame.rename(columns={"name": "prompt"})).train) == 1
     assert len(task_of(frame["name"]).train) == 1

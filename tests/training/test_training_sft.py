@@ -44,8 +44,9 @@ def test_those_that_do_not_fit_are_counted() -> None:
 
 def test_a_run_announces_the_demonstrations_that_it_drops(recipe: Recipe, train: Any, watch: Any) -> None:
     seen = watch()
-    task = sums(["1", "2", "3" * 70])
+    task = sums(["1", "2", "3" * 70, ""])
     train(recipe(sft={"steps": 1}, training={"steps": 0}), task=task, progress=seen)
+    assert "sft: 3 of 4 training rows have a demonstration; the others are left out" in seen.notices
     assert (
         "sft: 1 of 3 demonstrations dropped: question and rationale exceed the model's context of 64 tokens"
         in seen.notices

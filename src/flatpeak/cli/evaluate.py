@@ -169,6 +169,7 @@ def grade(
 def _read_rows(file: str) -> list[_Row]:
     """The rows of a file; a UserError names the line of a bad row."""
     from flatpeak.tasks.data_files import read_jsonl
+    from flatpeak.tasks.rows import cell_text
 
     path = Path(file).expanduser()
     if not path.is_file():
@@ -180,7 +181,9 @@ def _read_rows(file: str) -> list[_Row]:
             value = row.values.get(column)
             if isinstance(value, bool) or not isinstance(value, str | int | float):
                 raise UserError(f"{row.where}: no text in column {column!r}; rows have `answer` and `gold`")
-            values.append(str(value))
+            values.append(cell_text(value, where=f"{row.where}: column {column!r}") if column == "gold" else str(value))
+        if not values[1]:
+            raise UserError(f"{row.where}: the gold answer is empty; repair or remove the row")
         question = row.values.get("question")
         rows.append(_Row(row.where, values[0], values[1], question if isinstance(question, str) else ""))
     if not rows:

@@ -11,6 +11,7 @@ from flatpeak.episodes.config import EpisodesConfig
 from flatpeak.evaluation.config import EvaluationConfig
 from flatpeak.gradreg.config import GradientRegularizationConfig
 from flatpeak.policy.config import ModelConfig, ReferenceConfig
+from flatpeak.rewards.base import RESERVED_REWARD_NAMES
 from flatpeak.rewards.config import NumberConfig, RewardConfig
 from flatpeak.rollout.config import RolloutConfig
 from flatpeak.runs.config import RunSectionConfig
@@ -53,12 +54,6 @@ __all__ = [
     "TrackingConfig",
     "TrainingConfig",
 ]
-
-RESERVED_REWARD_NAMES = frozenset(
-    {"mean", "std", "missing_fraction", "accuracy", "reward", "length", "truncated"}
-    | {"extraction_failed", "missing", "robustness"}
-)
-"""Names that metrics other than those of the reward components use."""
 
 
 class RunConfig(StrictConfig):

@@ -329,18 +329,21 @@ def with_own_data(request: RunRequest, objects: CallerObjects, dataset: Any) -> 
 
 
 def check_golds(objects: CallerObjects, *, built_in: bool) -> None:
-    """UserError if no row has a gold answer, and the reward asks for it: an empty one is part of every text.
+    """UserError if no row of a part has a gold answer, and the reward asks for it: an empty one is part of every text.
 
     `built_in` says that the recipe's own reward grades where the caller gives none.
     """
     reward = objects.reward
-    if objects.task is None or any(example.gold for example in (*objects.task.train, *objects.task.test)):
+    parts = {} if objects.task is None else {"training": objects.task.train, "held-out": objects.task.test}
+    without = [name for name, part in parts.items() if part and not any(example.gold for example in part)]
+    if not without:
         return
     functions = list(reward.values()) if isinstance(reward, Mapping) else [reward]
     if (reward is None and built_in) or any(map(_asks_for_gold, functions)):
         raise UserError(
-            f"dataset has no column with gold answers, which the reward asks for: name it {' or '.join(GOLDS[:4])}; a "
-            "recipe with task.type=rows can name any column (task.train.0.answer=extra_info.label)"
+            f"dataset has no column with gold answers, which the reward asks for, in its {without[0]} rows: name it "
+            f"{' or '.join(GOLDS[:4])}; a recipe with task.type=rows can name any column "
+            "(task.train.0.answer=extra_info.label)"
         )
 
 

@@ -22,6 +22,12 @@ TextExtraction = Literal["whole", "answer_tag", "boxed", "last_line"]
 ChoiceExtraction = Literal["robust", "letter", "official"]
 MathExtraction = Literal["auto", "any", "boxed", "r1_zero"]
 
+RESERVED_REWARD_NAMES = frozenset(
+    {"mean", "std", "missing_fraction", "accuracy", "reward", "length", "truncated"}
+    | {"extraction_failed", "missing", "timeouts", "robustness"}
+)
+"""Names that metrics other than those of the reward components use."""
+
 
 class GradingBudget:
     """Seconds that a step may lose to calls that run out of time or memory; calls that give a score cost nothing."""
@@ -69,6 +75,8 @@ class ComponentScores:
     """Values that a user's function logged, by metric."""
     tolerated: bool = False
     """Whether failures are a grader's limits on single texts and not faults of the reward: all may fail at once."""
+    unfit: str | None = None
+    """Why the component is of no use any more, with what to do; a run ends if it has a weight."""
 
     @property
     def flags(self) -> list[bool]:

@@ -209,6 +209,7 @@ class FailureLog:
         """The components that have given a score at least once."""
         self._notice = notice
         self._in_a_row: dict[str, int] = {}
+        self._unfit: set[str] = set()
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def record(self, component: Component, scored: ComponentScores, groups: Sequence[Group]) -> None:
@@ -217,11 +218,13 @@ class FailureLog:
         UserError if a component with a weight is broken: it has failed on PATIENCE completions in a row, or has failed
         on its whole first call, if that covers several questions. Completions that were not graded for lack of time do
         not count as failures or successes, so one hard question that spends the step's budget does not stop a run.
-        Failures that the component itself tolerates do not count either.
+        Failures that the component itself tolerates do not count either, until it says that it is unfit.
         """
         size = sum(len(group.completions) for group in groups)
         if not size:
             return
+        if scored.unfit is not None:
+            self._report_unfit(component, scored.unfit)
         first = component.name not in self._in_a_row
         timed_out = sum(scored.flags)
         fruitless = scored.failed + timed_out == size and not scored.tolerated
@@ -242,6 +245,13 @@ class FailureLog:
         if scored.failed:
             self._count(component.name, scored.failed, one_line(error))
         self._count_limits(component.name, timed_out, scored.ungraded)
+
+    def _report_unfit(self, component: Component, reason: str) -> None:
+        if component.weight:
+            raise UserError(f"reward {component.name!r}: {reason}")
+        if component.name not in self._unfit:
+            self._unfit.add(component.name)
+            self._notice(f"reward {component.name!r}, which has weight 0: {reason}; the run goes on")
 
     def _count(self, name: str, failed: int, line: str) -> None:
         before = self.by_component.get(name, Failures(count=0, first_error=line))

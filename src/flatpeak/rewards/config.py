@@ -107,7 +107,8 @@ class NumberConfig(ComponentConfig):
         """The rule that compares numbers."""
         from flatpeak.rewards.numeric_answer import NumberReward
 
-        return NumberReward(extraction=self.extraction, evaluated=self.evaluated)
+        # A reward that is only watched may know the truth for some rows alone.
+        return NumberReward(extraction=self.extraction, evaluated=self.evaluated, numbers_only=bool(self.weight))
 
 
 class ExactConfig(ComponentConfig):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from flatpeak.rewards.base import Rule, TextExtraction
 from flatpeak.rewards.numeric_answer import whole_text
-from flatpeak.utils.answers import after_thinking, judged_text
+from flatpeak.utils.answers import after_thinking, judged_text, normalize_gold
 
 if TYPE_CHECKING:
     from flatpeak.types import Completion, Prompt, Score
@@ -15,15 +15,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExactReward(Rule):
-    """1 if the extracted text equals a gold answer of the row, up to white space (and case, if ignored), else 0."""
+    """1 if the extracted text equals a gold answer of the row, up to white space (and case, if ignored), else 0.
+
+    The spelling of a number does not matter: `1,000` is `1000`, and `2.50` is `2.5`.
+    """
 
     extraction: TextExtraction = "whole"
     ignore_case: bool = False
 
     def __call__(self, completion: Completion, prompt: Prompt) -> Score:
         """The score, 1.0 or 0.0."""
-        golds = [self._spelled(gold) for gold in prompt.example.golds]
-        return float(self.answer(completion, prompt) in golds)
+        golds = {self._spelled(gold) for gold in prompt.example.golds}
+        answer = self.answer(completion, prompt)
+        # A gold number has lost the spelling that its row gives it.
+        return float(answer is not None and not golds.isdisjoint((answer, normalize_gold(answer))))
 
     def answer(self, completion: Completion, prompt: Prompt) -> str | None:
         """The extracted text in one spelling, or None."""

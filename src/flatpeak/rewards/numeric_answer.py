@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Final
@@ -85,9 +85,19 @@ class NumberReward(Rule):
     evaluated: bool = False
     """Require the answer to be worked out (see `flatpeak.rewards.math.unevaluated`)."""
 
+    numbers_only: bool = True
+    """UserError for a row whose gold answer is not a number; otherwise its completions have no score."""
+
+    def check_rows(self, prompts: Iterable[Prompt]) -> None:
+        """UserError with the row's name if a gold answer is not a number."""
+        for prompt in prompts:
+            self._golds(prompt)
+
     def __call__(self, completion: Completion, prompt: Prompt) -> Score:
-        """1.0 or 0.0; UserError with the row's name if a gold answer is not a number."""
-        golds = {gold: _gold_number(gold, prompt) for gold in prompt.example.golds}
+        """1.0 or 0.0; UserError with the row's name if a gold answer is not a number, or missing."""
+        golds = self._golds(prompt)
+        if not golds:
+            return None
         text = judged_text(completion, prompt)
         number = extract_answer(text, self.extraction)
         right = (gold for gold, value in golds.items() if number == value)
@@ -101,19 +111,19 @@ class NumberReward(Rule):
             return f"{number} to be worked out"
         return None if number is None else str(number)
 
+    def _golds(self, prompt: Prompt) -> dict[str, Fraction]:
+        golds = {gold: parse_number(gold) for gold in prompt.example.golds}
+        strange = next((gold for gold, number in golds.items() if number is None), None)
+        if strange is not None and self.numbers_only:
+            raise UserError(
+                f"the gold answer {strange[:80]!r} of row {prompt.id!r} is not a number: give the task numeric gold "
+                "answers (answer_pattern can cut them out), or use another reward type"
+            )
+        return {gold: number for gold, number in golds.items() if number is not None}
+
     def _leaves_work(self, text: str, prompt: Prompt, gold: str) -> bool:
         question = prompt.example.question
         return self.evaluated and leaves_work(text, self.extraction, gold=gold, question=question)
-
-
-def _gold_number(gold: str, prompt: Prompt) -> Fraction:
-    number = parse_number(gold)
-    if number is None:
-        raise UserError(
-            f"the gold answer {gold[:80]!r} of row {prompt.id!r} is not a number: give the task numeric gold answers "
-            "(answer_pattern can cut them out), or use another reward type"
-        )
-    return number
 
 
 def extract_answer(text: str, extraction: NumberExtraction) -> Fraction | None:

@@ -83,7 +83,7 @@ def _asked(prompt: Prompt, template: str) -> str | Sequence[Message]:
     """The question for the model's template: its text; for a chat template its messages, if there are any."""
     if template != CHAT:
         return prompt.example.question
-    return conversation(prompt.example.columns) or prompt.messages or prompt.example.question
+    return prompt.messages or conversation(prompt.example.columns) or prompt.example.question
 
 
 def load_scorer(

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flatpeak.errors import UserError
-from flatpeak.rewards.base import Component, GradingBudget, Scorer, weighted_sum
+from flatpeak.rewards.base import RESERVED_REWARD_NAMES, Component, GradingBudget, Scorer, weighted_sum
 from flatpeak.rewards.checked_calls import FailureLog, Failures, notice_if_slow
 from flatpeak.rewards.functions import FunctionReward, function_name
 from flatpeak.rewards.workers.grading import Grading, UnloadableError
@@ -360,6 +360,8 @@ def as_reward(
             return obj
         case Mapping():
             components = [_component(str(key), value) for key, value in obj.items()]
+            if taken := sorted(RESERVED_REWARD_NAMES & obj.keys()):
+                raise UserError(f"reward {taken[0]!r}: metrics of that name exist already; call it something else")
         case Scorer():
             components = [_component(name or function_name(obj), obj)]
         case _ if not callable(obj):

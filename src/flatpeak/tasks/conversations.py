@@ -27,6 +27,11 @@ def read_messages(value: Any, *, where: str) -> tuple[Message, ...]:
     """The messages of a cell, which `where` names, without other keys. UserError if it is no conversation."""
     if not is_conversation(value):
         raise UserError(f"{where} is neither text nor a list of messages with role and content; repair it")
+    if any(message.get("tool_calls") for message in value):
+        raise UserError(
+            f"{where} has tool_calls, which are not read from messages: write the calls into a column of rationales as "
+            "the policy writes them (docs/agents.md), or leave these rows out"
+        )
     return tuple({"role": message["role"], "content": message["content"]} for message in value)
 
 

@@ -268,6 +268,7 @@ def _read_parquet(file: Path) -> Iterator[Row]:
 
 def _read_csv(file: Path, bad_rows: BadRowLog, *, columns: Sequence[str] | None = None) -> Iterator[Row]:
     text = _decode(file.read_bytes(), where=str(file))
+    csv.field_size_limit(max(csv.field_size_limit(), len(text) + 1))
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         header = list(columns) if columns is not None else next(reader, [])

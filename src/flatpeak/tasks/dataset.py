@@ -13,7 +13,7 @@ from flatpeak.protocols import Task
 from flatpeak.tasks.custom import check_task
 from flatpeak.tasks.data_files import ExampleTask, Row, SourceConfig, read_file
 from flatpeak.tasks.decontamination import question_key, repetition_notices
-from flatpeak.tasks.rows import examples_of
+from flatpeak.tasks.rows import cell_text, examples_of
 from flatpeak.types import Example
 
 QUESTIONS: Final = ("prompt", "question", "problem", "messages", "instruction", "query", "input")
@@ -78,9 +78,9 @@ def _task_of_rows(dataset: Any) -> ExampleTask:
     test_part = next((name for name in HELD_OUT if name in dataset), None)
     if test_part is None:
         return _split(train, notice)
-    test, _ = _examples(dataset[test_part], where=f"dataset[{test_part!r}]", prefix=f"{test_part}/")
+    test, of_test = _examples(dataset[test_part], where=f"dataset[{test_part!r}]", prefix=f"{test_part}/")
     repeated = repetition_notices(train, test, remedy="leave them out of dataset['train']")
-    return ExampleTask(name="dataset", train=train, test=test, notices=(notice, *repeated))
+    return ExampleTask(name="dataset", train=train, test=test, notices=(notice, of_test, *repeated))
 
 
 def _examples(rows: Any, *, where: str, prefix: str = "") -> tuple[list[Example], str]:
@@ -94,10 +94,12 @@ def _examples(rows: Any, *, where: str, prefix: str = "") -> tuple[list[Example]
             f"{where}: no column of {', '.join(map(repr, listed[0].values))} is a question; name it 'prompt' (a text "
             "or chat messages), or give a recipe with task.type=rows, which maps columns"
         )
-    if question.casefold() == "instruction":
+    if question.casefold() == "instruction" and (given := _column(listed, ("input",))) is not None:
         for row in listed:
-            if row.values.get("input"):
-                row.values[question] = f"{row.values[question]}\n\n{row.values['input']}"
+            texts = [
+                cell_text(row.values.get(name), where=f"{row.where}: column {name!r}") for name in (question, given)
+            ]
+            row.values[question] = "\n\n".join(filter(None, texts))
     source = SourceConfig(question=question, answer=gold)
     examples = examples_of(listed, source, option=where, prefix=prefix)
     for example in examples:

@@ -228,7 +228,7 @@ def _golds(
         return ("",)
     cell = None if "{" in source.answer else cell_of(row, source.answer, option=f"{option}.answer")
     if isinstance(cell, list | tuple):
-        texts = [_text(item, where=f"{row.where}: column {source.answer!r}") for item in cell]
+        texts = [cell_text(item, where=f"{row.where}: column {source.answer!r}") for item in cell]
     else:
         texts = [_compose(source.answer, row, option=f"{option}.answer") or ""]
     texts = [text for text in texts if text]
@@ -259,7 +259,7 @@ def _compose(expression: str, row: Row, *, option: str, require_all: bool = Fals
     is_template = "{" in expression
     values: dict[str, object] = {}
     for column in field_names(expression, option=option) if is_template else (expression,):
-        values[column] = _text(cell_of(row, column, option=option), where=f"{row.where}: column {column!r}")
+        values[column] = cell_text(cell_of(row, column, option=option), where=f"{row.where}: column {column!r}")
     non_empty = [bool(value) for value in values.values()]
     if not (all(non_empty) if require_all else any(non_empty)):
         return None
@@ -267,14 +267,15 @@ def _compose(expression: str, row: Row, *, option: str, require_all: bool = Fals
     return fill(expression, values, option=option).lstrip(" ") if is_template else str(values[expression])
 
 
-def _text(value: Any, *, where: str) -> str:
+def cell_text(value: Any, *, where: str) -> str:
+    """A cell as text; empty for None and NaN. UserError for what is neither text nor a number."""
     match value:
         case None:
             return ""
-        case float() if math.isinf(value):
+        case float() | Decimal() if math.isinf(value):
             raise UserError(f"{where} holds {value}, which is not a JSON number; write the answer as a text")
-        case float():
-            return "" if math.isnan(value) else format(Decimal(repr(value)), "f")
+        case float() | Decimal():
+            return "" if math.isnan(value) else format(Decimal(str(value)), "f")
         case str() | bool() | int():
             return str(value).strip()
         case _:

@@ -14,7 +14,7 @@ from flatpeak.rewards.judge.config import CanaryConfig
 from flatpeak.rewards.judge.protocol import JudgeReply
 from flatpeak.rewards.judge.rate_limits import JudgeDownError
 from flatpeak.rewards.judge.reward import judge_reward
-from flatpeak.rewards.reward_set import RewardSet
+from flatpeak.rewards.reward_set import RewardSet, as_reward
 from support.judge_server import Answer, JudgeServer, error, honest, message, refused_url
 from support.judges import group, reward
 
@@ -375,15 +375,22 @@ def test_the_cost_is_what_the_server_counts_and_never_passes_the_cap(without_val
     assert result.failed == 60 - round(spent / 1.1)
 
 
-def test_a_run_stops_when_hardly_anything_has_a_verdict():
+@pytest.mark.parametrize("weight", [1.0, 0.0])
+def test_a_run_stops_when_hardly_anything_has_a_verdict_and_the_judge_has_a_weight(weight: float):
     def rarely(earlier, body):
         return message("no idea") if "\n18\n" not in body["messages"][1]["content"].split("begin answer")[1] else None
 
     with JudgeServer(rarely) as server:
         judge = reward(server.url)
-        with pytest.raises(UserError, match=r"only 1 of the last 30 questions .*no verdict.*repair the judge"):
-            judge.score([group(*[str(n) for n in range(30)])])
-        judge.close()
+        notices: list[str] = []
+        parts = {"judge": (judge, weight), "other": lambda completion: 1.0}
+        rewards = as_reward(parts, notice=notices.append)
+        message = "only 1 of the last 30 questions have a verdict"
+        with pytest.raises(UserError, match=message) if weight else nullcontext():
+            for _ in range(2):
+                rewards([group(*[str(n) for n in range(30)])])
+        rewards.close()
+    assert sum("repair the judge; the run goes on" in notice for notice in notices) == (not weight)
 
 
 def test_the_schema_goes_out_only_where_the_endpoint_is_said_to_enforce_it():

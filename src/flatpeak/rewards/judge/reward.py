@@ -135,18 +135,18 @@ class JudgeReward(Scorer):
         return report
 
     def score(self, groups: Sequence[Group]) -> ComponentScores:
-        """A score for every completion; missing without a verdict. UserError where too few questions have one."""
+        """A score for every completion; missing without a verdict, and unfit where too few questions have one."""
         if self._examples is None and groups:
             self.prepare([group.prompt.example for group in groups])
         candidates = [self._candidates(group) for group in groups]
         verdicts = self._run(self._panel.grade(candidates))
-        self._check_valid_fraction()
         missing = [verdict for group in verdicts for verdict in group if verdict.score is None]
         return ComponentScores(
             scores=[[verdict.score for verdict in group] for group in verdicts],
             failed=len(missing),
             first_error=JudgeError(f"the judge gave no score: {missing[0].reason}") if missing else None,
             tolerated=True,  # the valid fraction is their limit
+            unfit=self._unfit(),
         )
 
     def answer(self, completion: Completion, prompt: Prompt) -> str | None:
@@ -202,16 +202,15 @@ class JudgeReward(Scorer):
             for completion in group.completions
         ]
 
-    def _check_valid_fraction(self) -> None:
+    def _unfit(self) -> str | None:
         recent = self._panel.recent
         reasons = [reason for reason in recent if reason is not None]
         valid = len(recent) - len(reasons)
-        if len(recent) >= _FEWEST_VERDICTS and valid < _MIN_VALID_FRACTION * len(recent):
-            reason, _ = Counter(reasons).most_common(1)[0]
-            raise UserError(
-                f"reward {self.name!r}: only {valid} of the last {len(recent)} questions have a verdict (most "
-                f"often: {reason}); repair the judge"
-            )
+        if len(recent) < _FEWEST_VERDICTS or valid >= _MIN_VALID_FRACTION * len(recent):
+            return None
+        reason, _ = Counter(reasons).most_common(1)[0]
+        last = f"the last {len(recent)} questions"
+        return f"only {valid} of {last} have a verdict (most often: {reason}); repair the judge"
 
     def _notify(self, text: str) -> None:
         if text not in self._notified:
