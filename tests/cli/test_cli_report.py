@@ -60,6 +60,10 @@ def test_the_example_of_the_documents_prints_what_they_show(tmp_path: Path) -> N
     [
         (["{sweep}", "--csv"], "leave out --csv"),
         (["{sweep}", "--at-least", "0.5"], "--at-least 0.5: write METRIC=VALUE"),
+        (
+            ["{sweep}", "--at-least", "reward/gold=0.3", "--at-least", "reward/gold=0.5"],
+            "--at-least reward/gold=...: two values for one metric",
+        ),
         (["{sweep}", "--baseline", "no"], "baseline 'no' is not an arm"),
         (["runs/demo", "--json"], "are for a sweep, and runs/demo is not a sweep"),
         (["{sweep}", "{sweep}", "--baseline", "kl"], "are for a sweep"),

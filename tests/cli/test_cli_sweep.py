@@ -47,10 +47,11 @@ def test_an_arm_alone_takes_no_rows_from_the_table_of_others(tmp_path: Path) -> 
     path = write_sweep(tmp_path, arms={"none": {}, "kl": {"settings": {"kl.coefficient": 0.1}}}, seeds=[1])
     made = tmp_path / "sweeps" / yaml.safe_load(path.read_text()).get("name", path.stem)
     made.mkdir(parents=True)
-    (made / "sweep.yaml").write_text("arms: {none: {}, kl: {}}")
+    (made / "sweep.yaml").write_text("{arms: {none: {}, kl: {}}, seeds: [1, 3, 2]}")
     error = invoke(path, "--arm", "kl").exception
     assert isinstance(error, UserError)
-    assert str(error).startswith(f"--arm: the table of {made} would lose its rows of none: give another name=")
+    lost = "arms none; seeds 2, 3"
+    assert str(error).startswith(f"--arm: the table of {made} would lose its rows of {lost}: give another name=")
 
 
 def test_a_bad_sweep_is_refused_before_torch_is_needed(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from flatpeak.config.load import (
     load_recipe,
     merge,
     parse_config,
+    parse_file,
     parse_value,
     read_recipe,
     shipped_recipes,
@@ -390,3 +391,9 @@ def test_every_recipe_in_a_translation_is_one(name):
     recipe = FOREIGN_NAMES[name].partition("extends: ")[2].split()[0].strip(",;")
     assert recipe in shipped_recipes()
     assert parse_config(read_recipe({"extends": recipe, **MODEL})).model.path == MODEL["model"]["path"]
+
+
+def test_a_mapping_may_be_merged_into_another_that_is_merged_too(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text("arms: {slow: &slow {<<: &base {rate: 1, steps: 1}, rate: 2}}\nsettings: {<<: *slow, steps: 3}\n")
+    assert parse_file(file) == {"arms": {"slow": {"rate": 2, "steps": 1}}, "settings": {"rate": 2, "steps": 3}}

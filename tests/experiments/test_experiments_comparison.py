@@ -66,6 +66,19 @@ def test_a_run_that_never_passed_counts_at_its_last_step() -> None:
     assert gr.mean.estimate == pytest.approx((10 + 15 + 60) / 3)
 
 
+def test_a_run_that_another_condition_ended_before_it_passed_is_missing() -> None:
+    rows = [one | {"end": "condition", "steps": 5} if (one["arm"], one["seed"]) == ("kl", 2) else one for one in ROWS]
+    kl = of_arm(compare(table(rows)), FIRST, "kl")
+    assert (kl.never, kl.mean.n, kl.mean.left_out) == (2, 2, 1)
+    assert kl.mean.estimate == (60 + 50) / 2
+
+
+def test_a_column_whose_name_looks_like_a_pattern_is_chosen_by_its_name() -> None:
+    rows = [one | {"acc[hard]": 0.5} for one in ROWS]
+    columns = (*COLUMNS[:-1], "acc[hard]", "seconds")
+    assert list(compare(table(rows, columns), metrics=["acc[hard]"]).metrics) == ["acc[hard]"]
+
+
 def test_shares_are_compared_by_mcnemars_test() -> None:
     comparison = compare(table(), at_least={"reward/exploit": 0.9})
     assert list(comparison.outcomes) == [f"{FIRST} reached", f"{FINAL} >= 0.9"]

@@ -36,7 +36,8 @@ def test_keys_of_the_command_line_change_the_file(tmp_path: Path) -> None:
     assert config.axes == {"kl.coefficient": (0.2, 0.3)}
 
 
-def test_a_sweep_extends_another_whatever_the_spelling_of_keys_and_where_it_lies(tmp_path: Path) -> None:
+@pytest.mark.parametrize("axes", [None, {}])
+def test_a_sweep_extends_another_whatever_the_spelling_of_keys_and_where_it_lies(tmp_path: Path, axes: Any) -> None:
     write(
         tmp_path / "base" / "s.yaml",
         **BASE,
@@ -45,7 +46,7 @@ def test_a_sweep_extends_another_whatever_the_spelling_of_keys_and_where_it_lies
         arms={"none": {}, "gr": {"recipe": "arms/gr.yaml"}},
         axes={"kl.coefficient": [0.1]},
     )
-    path = write(tmp_path / "s.yaml", extends="base/s.yaml", settings={"training.steps": 5}, axes=None)
+    path = write(tmp_path / "s.yaml", extends="base/s.yaml", settings={"training.steps": 5}, axes=axes)
     config = read_sweep(path)
     assert config.settings == {"training.steps": 5, "training.epochs_per_rollout": 2}
     assert config.axes == {}

@@ -204,3 +204,34 @@ def test_only_runs_that_a_condition_ended_are_continued(end: str, seeds: str) ->
     )
     drawn = draw_plots(compare(table), curves)
     assert f"none, n = {seeds}<" in drawn["curve_reward-gold.svg"]
+
+
+def test_a_run_that_ended_keeps_its_value_at_the_steps_at_which_others_have_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr(
+        "flatpeak.experiments.comparison_report.curves_with_bands",
+        lambda runs, label, **options: drawn.update({label: runs}),
+    )
+    rows = (row("none", 1, 0.1, 0.9, 10, end="reward/exploit was above 0.9"), row("none", 2, 0.8, 0.0, None))
+    evaluations = {1: {10: 0.5}, 2: {10: 0.6, 20: 0.7}}
+    curves = SweepTable(
+        header={},
+        columns=("arm", "kl.coefficient", "seed", "step", "eval/x", "reward/mean"),
+        rows=tuple(
+            {
+                "arm": "none",
+                "kl.coefficient": 0.0,
+                "seed": seed,
+                "step": step,
+                "eval/x": own.get(step),
+                "reward/mean": 1.0,
+            }
+            for seed, own in evaluations.items()
+            for step in range(1, 11 if seed == 1 else 21)
+        ),
+    )
+    draw_plots(compare(SweepTable(header={}, columns=COLUMNS, rows=rows)), curves)
+    assert drawn["eval/x"] == {"none": [{10: 0.5, 20: 0.5}, {10: 0.6, 20: 0.7}]}
+    assert [len(run) for run in drawn["reward/mean"]["none"]] == [20, 20]

@@ -139,7 +139,12 @@ def test_constant_values_have_a_mean_without_interval() -> None:
 
 
 def test_welchs_test_needs_two_values_of_each_and_some_spread() -> None:
-    for a, baseline in (([1.0], [2.0, 3.0]), ([1.0, 1.0], [2.0, 2.0]), ([], [1.0, 2.0])):
+    for a, baseline in (
+        ([1.0], [2.0, 3.0]),
+        ([1.0, 1.0], [2.0, 2.0]),
+        ([0.1 + 0.2, 0.3], [2.0, 2.0]),
+        ([], [1.0, 2.0]),
+    ):
         result = welch(a, baseline)
         assert all(map(math.isnan, (result.low, result.high, result.p)))
     # Only the baseline varies: its own freedom, 2, decides. (1 - 3) / sqrt(1 / 3).

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ import flatpeak
 from flatpeak.errors import UserError
 from flatpeak.experiments.comparison import compare
 from flatpeak.experiments.config import read_sweep
+from flatpeak.experiments.plan import Cell
+from flatpeak.experiments.records import remove_cell
 from flatpeak.experiments.sweep import SweepResult, run_sweep
 from flatpeak.experiments.table import read_table
 from flatpeak.runs.directory import RunLock
@@ -209,6 +211,7 @@ def test_changed_settings_are_refused_with_run_and_key_and_rerun_with_overwrite(
     with pytest.raises(UserError, match=problem):
         sweep(path_at(0.2))
     assert read_table(result.table) == before
+    assert not any("leaves out" in line for line in sweep(path_at(0.1))[1])
     _, lines = sweep(path_at(0.2), overwrite=True)
     assert finished_cells(lines) == ["a/seed-1"]
     assert read_table(result.table).column("kl.coefficient") == [0.2, 0.0]
@@ -276,8 +279,20 @@ def test_overwrite_takes_up_unfinished_runs_of_another_text_from_their_beginning
     assert "resumed" not in json.loads((unfinished / "manifest.json").read_text())
 
 
+def killed_after_one(removed: list[str]) -> Callable[[Cell], None]:
+    """A `remove_cell` that deletes one cell, and is killed at the next."""
+
+    def remove(cell: Cell) -> None:
+        if removed:
+            raise KeyboardInterrupt
+        removed.append(cell.label)
+        remove_cell(cell)
+
+    return remove
+
+
 def test_another_text_of_a_call_in_the_prefix_is_named_and_overwrite_makes_all_that_follows_it_anew(
-    tmp_path: Path, local: Any
+    tmp_path: Path, local: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rows.py").write_text(FUNCTIONS)
     prefix = {"data": {"call": "rows.py:write_rows", "arguments": {"count": 3}}}
@@ -288,10 +303,27 @@ def test_another_text_of_a_call_in_the_prefix_is_named_and_overwrite_makes_all_t
     (line,) = [line for line in lines if "another text" in line]
     assert line.startswith("prefix/seed-1/data ran with another text of the file of call=")
     assert finished_cells(lines) == []
+    removed: list[str] = []
+    with monkeypatch.context() as patched:
+        patched.setattr("flatpeak.experiments.sweep.remove_cell", killed_after_one(removed))
+        with pytest.raises(KeyboardInterrupt):
+            sweep(path, overwrite=True)
+    assert removed == ["base/seed-1"]  # and what says that the prefix has changed is still there
     _, lines = sweep(path, overwrite=True)
     assert finished_cells(lines) == ["prefix/seed-1/data", "base/seed-1"]
     assert json.loads((result.path / "prefix/seed-1/data/rows.json").read_text()) == [-1, -1, -1]
     assert not any("another text" in line for line in sweep(path)[1])
+
+
+def test_rows_and_curves_that_a_changed_file_does_not_name_go_with_a_notice(tmp_path: Path, local: Any) -> None:
+    both = write_sweep(tmp_path, arms={"a": {}, "b": {}}, seeds=[1, 2], curves={"metrics": ["reward/mean"], "every": 1})
+    result, _ = sweep(both)
+    curves = result.table.with_name("curves.csv")
+    assert curves.is_file()
+    _, lines = sweep(write_sweep(tmp_path, arms={"b": {}, "c": {}}, seeds=[2]))
+    (line,) = [line for line in lines if "leaves out" in line]
+    assert line == f"table.csv leaves out earlier rows, of arms a; seeds 1: their runs stay in {result.path / 'runs'}"
+    assert not curves.exists()
 
 
 def test_a_damaged_manifest_of_a_finished_run_stops_no_sweep(tmp_path: Path, local: Any) -> None:

@@ -77,7 +77,10 @@ def _compare_arms(
 ) -> None:
     from flatpeak.experiments.comparison_report import to_json, to_markdown, write_comparison
 
-    thresholds = dict(_threshold(one) for one in at_least or ())
+    thresholds: dict[str, float] = {}
+    for name, value in map(_threshold, at_least or ()):
+        if thresholds.setdefault(name, value) != value:
+            raise UserError(f"--at-least {name}=...: two values for one metric; give the report one of them")
     comparison = write_comparison(table, baseline=baseline, metrics=metrics or (), at_least=thresholds, alpha=alpha)
     if as_json:
         typer.echo(to_json(comparison), nl=False)

@@ -239,7 +239,7 @@ def metric_columns(table: SweepTable, rows: Sequence[Row], patterns: Sequence[st
         ]
     chosen: dict[str, None] = {}
     for pattern in patterns:
-        matching = [column for column in known if fnmatchcase(column, pattern)]
+        matching = [pattern] if pattern in known else [column for column in known if fnmatchcase(column, pattern)]
         matching = matching or [column for column in known if fnmatchcase(column, pattern + FINAL)]
         if not matching:
             raise UserError(_unknown_metric(pattern, known))
@@ -256,8 +256,13 @@ def never_passed(row: Row, column: str) -> bool:
 
 
 def metric_value(row: Row, column: str) -> float | None:
-    """The value of a finished run, None if it is missing; the last step of a run that never passed a threshold."""
-    value = row.get("steps") if never_passed(row, column) else row[column]
+    """The value of a finished run, None if it is missing; the last step of a run that never passed a threshold.
+
+    Missing too if another condition ended such a run early, since it might have passed the threshold at any later step.
+    """
+    if never_passed(row, column):
+        return row.get("steps") if row.get("end") in (None, "steps") else None
+    value = row[column]
     if isinstance(value, str | list | Mapping):
         raise UserError(f"column {column} has {value!r}: choose a column of numbers by --metric")
     return None if value is None or math.isnan(value) else float(value)

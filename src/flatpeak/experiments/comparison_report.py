@@ -293,10 +293,15 @@ def _draw_curves(curves: SweepTable, comparison: Comparison, styles: dict[str, A
         for metric in metrics:
             if row[metric] is not None:
                 run[metric][row["step"]] = row[metric]
-    steps = sorted({row["step"] for row in curves.rows})
+    # At the steps at which runs that went on have the metric: evaluations are at some steps only.
+    steps: dict[str, set[int]] = {metric: set() for metric in metrics}
+    for arm, own in runs.items():
+        for seed, run in own.items():
+            for metric, series in run.items() if (arm, seed) not in ended_early else ():
+                steps[metric] |= series.keys()
     for arm, seed in ended_early:
-        for series in runs.get(arm, {}).get(seed, {}).values():
-            hold_last(series, steps=steps)
+        for metric, series in runs.get(arm, {}).get(seed, {}).items():
+            hold_last(series, steps=sorted(steps[metric]))
     ordered = {arm: list(runs[arm].values()) for arm in styles if arm in runs}
     drawn = {}
     slugs = _slugs(metrics)
@@ -335,10 +340,11 @@ def _values(arm: ArmRuns, column: str) -> dict[int, float | None]:
 
 def _ends(arm: ArmRuns, column: str) -> list[tuple[int, bool]]:
     """(step, whether the threshold was passed there) for every run that logged the metric and its steps."""
-    values = _values(arm, column)
-    return [
-        (int(value), not never_passed(arm.done[seed], column)) for seed, value in values.items() if value is not None
+    ends = [
+        (row.get("steps") if never_passed(row, column) else row[column], not never_passed(row, column))
+        for _, row in sorted(arm.done.items())
     ]
+    return [(int(step), passed) for step, passed in ends if step is not None]
 
 
 def _pairs(comparison: Comparison, column: str, values: dict[str, dict[int, float | None]]) -> dict[str, PairedValues]:

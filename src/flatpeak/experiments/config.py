@@ -241,6 +241,7 @@ def _load(path: Path, *, trail: tuple[Path, ...]) -> dict[str, Any]:
     if path in trail:
         raise UserError(f"{path}: sweep files extend each other in a circle; remove one `extends`")
     content = parse_file(path)
+    content |= {key: None for key in ("axes", "prefix") if content.get(key) == {}}  # merged, it would remove nothing
     bases = content.pop("extends", None) or []
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):

@@ -195,16 +195,25 @@ def refuse_changed(name: str, cells: list[Cell]) -> None:
         )
 
 
-def refuse_lost_rows(config: SweepConfig) -> None:
-    """Raise UserError if the sweep's table has rows of arms that these are not, and which it would lose."""
+def lost_rows(config: SweepConfig) -> str:
+    """The arms and seeds of the sweep's last start that it does not name any more; empty if there are none."""
     path = Path(config.directory) / config.name / "sweep.yaml"
     if not path.is_file():
-        return
-    lost = yaml.safe_load(path.read_text(encoding="utf-8"))["arms"].keys() - config.arms.keys()
-    if lost:
+        return ""
+    last = yaml.safe_load(path.read_text(encoding="utf-8"))
+    arms = [name for name in last["arms"] if name not in config.arms]
+    seeds = sorted(set(last["seeds"]) - set(config.seeds))
+    return "; ".join(
+        f"{kind} {', '.join(map(str, names))}" for kind, names in (("arms", arms), ("seeds", seeds)) if names
+    )
+
+
+def refuse_lost_rows(config: SweepConfig) -> None:
+    """Raise UserError if the sweep's table has rows that it would lose."""
+    if lost := lost_rows(config):
         raise UserError(
-            f"--arm: the table of {path.parent} would lose its rows of {', '.join(sorted(lost))}: give another name=, "
-            "or leave --arm out, which continues every arm"
+            f"--arm: the table of {Path(config.directory) / config.name} would lose its rows of {lost}: give another "
+            "name=, or leave --arm out, which continues every arm"
         )
 
 

@@ -53,8 +53,11 @@ class TableWriter:
         table = self._table(header)
         for path in (self.path, self.path.with_suffix(".json")):
             write_table(table, path)
+        curves = self.path.with_name("curves.csv")
         if self.plan.config.curves is not None:
-            write_table(self._curves(header), self.path.with_name("curves.csv"))
+            write_table(self._curves(header), curves)
+        else:
+            curves.unlink(missing_ok=True)
         self._written = time.monotonic()
 
     def counts(self) -> Counter[str]:
@@ -187,7 +190,7 @@ def chosen_names(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
     known = sorted(set(names))
     chosen: dict[str, None] = {}
     for pattern in patterns:
-        matching = [name for name in known if fnmatchcase(name, pattern)]
+        matching = [pattern] if pattern in known else [name for name in known if fnmatchcase(name, pattern)]
         chosen |= dict.fromkeys(matching or ([] if "*" in pattern else [pattern]))
     return list(chosen)
 

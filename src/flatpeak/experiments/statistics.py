@@ -171,7 +171,9 @@ def welch(a: Values, baseline: Values, *, confidence: float = 0.95) -> Differenc
     """Compare two arms that do not share seeds, without assuming equal variances (Welch 1947)."""
     check_share("confidence", confidence)
     samples = [as_values(a, "the arm"), as_values(baseline, "the baseline")]
-    a_N, baseline_N = known = [sample_N[~np.isnan(sample_N)] for sample_N in samples]
+    known = [sample_N[~np.isnan(sample_N)] for sample_N in samples]
+    known = [_equal_up_to_rounding(sample_N, float(np.abs(sample_N).max(initial=0))) for sample_N in known]
+    a_N, baseline_N = known
     (mean, sd), (baseline_mean, baseline_sd) = map(_mean_and_sd, known)
     low = high = p = math.nan
     if max(sd, baseline_sd) > 0 and min(a_N.size, baseline_N.size) > 1:
@@ -308,9 +310,14 @@ def paired_differences(a: Values, baseline: Values) -> tuple[NDArray[np.float64]
     if not np.isfinite(differences_N).all():
         raise UserError("a difference of two values overflows: rescale the metric")
     largest = max(np.abs(a_N).max(initial=0), np.abs(baseline_N).max(initial=0))
-    if differences_N.size and np.ptp(differences_N) <= _ROUNDING * largest:
-        differences_N = np.full_like(differences_N, differences_N[0])
-    return differences_N, baseline_N, left_out
+    return _equal_up_to_rounding(differences_N, largest), baseline_N, left_out
+
+
+def _equal_up_to_rounding(values_N: NDArray[np.float64], largest: float) -> NDArray[np.float64]:
+    """The values, made equal if they differ by no more than the rounding of numbers as large as `largest`."""
+    if values_N.size and np.ptp(values_N) <= _ROUNDING * largest:
+        return np.full_like(values_N, values_N[0])
+    return values_N
 
 
 def scipy_stats() -> Any:

@@ -24,6 +24,7 @@ from flatpeak.experiments.records import (
     cell_state,
     changed_code_lines,
     check_functions,
+    lost_rows,
     prune_checkpoints,
     read_record,
     refuse_changed,
@@ -87,9 +88,11 @@ def run_sweep(
             doomed = affected(plan)
             for cell in doomed:
                 check_functions(cell)
-            for cell in doomed:
+            for cell in reversed(doomed):  # a prefix step last: a kill in between must leave what says that it changed
                 remove_cell(cell)
         refuse_changed(config.name, plan.by_seed)
+        if lost := lost_rows(config):
+            notice(f"table.csv leaves out earlier rows, of {lost}: their runs stay in {plan.directory / 'runs'}")
         for line in changed_code_lines(plan):
             notice(line)
         content = yaml.safe_dump(redact(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)

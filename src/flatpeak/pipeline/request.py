@@ -334,8 +334,8 @@ def check_golds(objects: CallerObjects, *, built_in: bool) -> None:
     `built_in` says that the recipe's own reward grades where the caller gives none.
     """
     reward = objects.reward
-    parts = {} if objects.task is None else {"training": objects.task.train, "held-out": objects.task.test}
-    without = [name for name, part in parts.items() if part and not any(example.gold for example in part)]
+    sides = {} if objects.task is None else {"training": objects.task.train, "held-out": objects.task.test}
+    without = [name for name, rows in sides.items() if rows and not any(example.gold for example in rows)]
     if not without:
         return
     functions = list(reward.values()) if isinstance(reward, Mapping) else [reward]

@@ -217,9 +217,9 @@ def _demonstrations(
                 f"none of the {dropped} demonstrations fits into the model's context of {policy.context_length} "
                 "tokens: shorten questions or rationales, take a model with a longer context, or set sft.steps=0"
             )
-        if (found := len(fitting) + dropped) < len(prompts):
+        if (count := len(fitting) + dropped) < len(prompts):
             progress.notice(
-                f"sft: {found} of {len(prompts)} training rows have a demonstration; the others are left out"
+                f"sft: {count} of {len(prompts)} training rows have a demonstration; the others are left out"
             )
         if dropped:
             progress.notice(

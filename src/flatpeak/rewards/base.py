@@ -76,7 +76,7 @@ class ComponentScores:
     tolerated: bool = False
     """Whether failures are a grader's limits on single texts and not faults of the reward: all may fail at once."""
     unfit: str | None = None
-    """Why the component is of no use any more, with what to do; a run ends if it has a weight."""
+    """The reason why the component is of no use any more, with what to do; a run ends if it has a weight."""
 
     @property
     def flags(self) -> list[bool]:
