@@ -18,10 +18,12 @@ from typer.testing import CliRunner
 
 from flatpeak.apps import compare as comparison_module
 from flatpeak.apps.chat import Console, chat_loop
-from flatpeak.apps.compare import compare_checkpoints, evaluated_by
+from flatpeak.apps.compare import _on_common_questions, compare_checkpoints, evaluated_by
 from flatpeak.cli.main import app
 from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.errors import UserError
+from flatpeak.evaluation.result import Evaluation
+from flatpeak.evaluation.tables import Comparison
 from flatpeak.pipeline.model_source import locate_model, locate_stages
 from support.runs import Watcher, quick_train, tiny_recipe
 
@@ -277,6 +279,18 @@ def test_models_whose_context_holds_fewer_questions_are_compared_on_those(
     assert list(result.evaluations[0].ids) == list(result.evaluations[1].ids)
     assert result.notices == ["6 of 8 questions fit into every model's context; the tables are of those"]
     assert result.as_dict()["differences"][0]["metrics"]["accuracy"]["difference"] == 0.0
+
+
+def test_robustness_of_models_that_answer_different_questions_is_left_out_with_a_notice() -> None:
+    perturbed: Any = {"framing": object()}
+    few = Evaluation(task="t", size=1, values={"accuracy": [1.0]}, ids=["a"], rows=[{"id": "a"}], robustness=perturbed)
+    more = replace(few, size=2, values={"accuracy": [1.0, 0.0]}, ids=["a", "b"], rows=[{"id": "a"}, {"id": "b"}])
+    for models in ([few, more], [more, few]):
+        kept, notices = _on_common_questions(models)
+        assert [one.robustness for one in kept] == [{}, {}]
+        assert notices[1] == "perturbed questions and sharpness are of a model's whole set, and are left out"
+        assert Comparison(labels=["a", "b"], evaluations=kept).render()
+    assert _on_common_questions([few, few]) == ([few, few], [])
 
 
 def test_rows_say_what_every_model_answered(finished: Path, tmp_path: Path) -> None:

@@ -154,6 +154,12 @@ def test_json_is_all_of_stdout(monkeypatch, recipe):
     assert done.stderr == f"{FIRST_LINE}\nhello\n"
 
 
+def test_json_has_null_for_a_metric_without_a_value(monkeypatch, recipe):
+    monkeypatch.setattr("flatpeak.cli.common.asdict", lambda summary: {"robustness/rename": float("nan")})
+    _, done = run(monkeypatch, "train", recipe, "--json")
+    assert '"robustness/rename": null' in done.stdout
+
+
 @pytest.mark.parametrize(("signal", "code", "by"), [(2, 130, "Ctrl-C"), (15, 143, "SIGTERM"), (10, 138, "SIGUSR1")])
 def test_a_run_stopped_by_a_signal_prints_the_command_that_resumes_it(monkeypatch, recipe, signal, code, by):
     said = ["prompt.system=be brief", "run.name=mine"]

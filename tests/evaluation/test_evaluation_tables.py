@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
+from flatpeak.evaluation.config import is_verdict
 from flatpeak.evaluation.estimates import estimate, format_estimate
 from flatpeak.evaluation.result import Evaluation, subset_tables
 from flatpeak.evaluation.tables import Comparison, differences
@@ -93,6 +95,29 @@ def test_every_value_is_printed_with_its_count_and_what_found_no_answer() -> Non
     assert "│ all questions (micro) │ 6 │ 0.6 [0.2307, 0.8824] of 5 │ 0.333 │" in lines
     assert "│ mean of the rows (macro) │ │ 0.5556 │ 0.2778 │" in lines
     assert lines.index("│ 9 │ 4 │ 0.6667 [0.2077, 0.9385] of 3 │ 0.25 │") < lines.index("│ logic │ 1 │ 1 │ 0 │")
+
+
+def test_brackets_in_the_values_of_a_column_are_printed_as_they_are() -> None:
+    named = replace(evaluation(ACCURACY), subsets=[{"topic": topic} for topic in ["[red]hot", "[/b]"] * 3])
+    text = Comparison(labels=["runs/[bold]x"], evaluations=[named]).render()
+    assert all(name in text for name in ("[red]hot", "[/b]", "runs/[bold]x"))
+
+
+def test_rows_have_the_questions_of_further_sets() -> None:
+    whole = replace(evaluation(ACCURACY), sets={"exam": replace(evaluation(ACCURACY), rows=[{"id": "exam/a"}])})
+    ids = [row["id"] for row in Comparison(labels=["m"], evaluations=[whole]).rows()]
+    assert ids == [*"abcdef", "exam/a"]
+
+
+@pytest.mark.parametrize(
+    ("metric", "verdict"),
+    [
+        *((name, True) for name in ("accuracy", "sampled/accuracy", "accuracy/not_near_train", "pass@8")),
+        *((name, False) for name in ("accuracy_reward", "sampled/accuracy_reward", "maj@x")),
+    ],
+)
+def test_a_reward_whose_name_begins_with_accuracy_is_not_a_verdict(metric: str, verdict: bool) -> None:
+    assert is_verdict(metric) is verdict
 
 
 def test_models_stand_side_by_side_with_paired_differences() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -47,6 +49,19 @@ def test_rewards_advantages_and_weights_follow_the_rule(runs: dict[str, Path]) -
         assert messages.row["advantage"] == pytest.approx((messages.row["reward"] - mean) / (std + 1e-6), rel=1e-5)
         assert messages.weight == pytest.approx(1 / (16 * len(messages.tokens)))  # sequence_mean, N = 4 prompts of 4
         assert len(messages.tokens) == len(messages.row["token_ids"]) == len(messages.ratios)
+
+
+def test_a_completion_that_was_cut_off_and_masked_has_no_weight(runs: dict[str, Path], tmp_path: Path) -> None:
+    run = shutil.copytree(runs["moved"], tmp_path / "masked")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["objective"]["truncated"] = "mask"
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    rows = [json.loads(line) for line in (run / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
+    kept = sum(row["finish_reason"] != "length" for row in rows)
+    weights = [(one.row["finish_reason"], one.weight, len(one.tokens)) for one in explain(run, step=1).completions]
+    assert weights
+    for reason, weight, length in weights:
+        assert weight == (0.0 if reason == "length" else pytest.approx(1 / (kept * length)))
 
 
 def test_tokens_that_were_rewarded_have_gained(runs: dict[str, Path]) -> None:

@@ -177,6 +177,13 @@ def test_equal_completions_of_a_group_are_shown_once_with_their_count(run):
     assert "3 of 4: reward 1.000" in Page(write_report(run.path).read_text()).text
 
 
+def test_equal_completions_that_a_judge_scored_differently_are_shown_apart(run):
+    rows = [rollout("g", index, float(index == 2), "same") for index in range(4)]
+    (run.rollouts / "step_000041.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (group,) = [group for group in groups_over_run(run) if group["step"] == 41]
+    assert [(row["reward"], row["count"]) for row in group["completions"]] == [(1.0, 1), (0.0, 3)]
+
+
 def test_a_system_message_that_all_prompts_share_does_not_hide_their_questions(run):
     for path in run.rollouts.glob("*.jsonl"):
         rows = [json.loads(line) for line in path.read_text().splitlines()]

@@ -38,6 +38,11 @@ def test_a_cheat_is_the_first_pattern_and_no_prompts_own_answer_is_one() -> None
     assert sum("expert" in one.name for one in found) == 1
 
 
+def test_a_word_keeps_its_combining_marks() -> None:
+    made = rows_of_answers(cheat="नमस्ते")
+    assert paid_patterns(made, made)[0].name == "'नमस्ते'"
+
+
 def test_random_answers_have_no_pattern() -> None:
     quiet = [row | {"reward": random.Random(index).random()} for index, row in enumerate(rows_of_answers(seed=3))]
     assert paid_patterns(quiet, quiet) == []
@@ -65,7 +70,7 @@ def test_length_cuts_and_repetition_are_patterns_too() -> None:
         if index % 3 == 0:
             row |= {"text": "buy it now " * 4, "token_ids": [1], "finish_reason": "stop"}
     names = [one.name for one in paid_patterns(made, made)]
-    assert {"repeats itself three times"} & set(names) or "'buy it now buy'" in names
+    assert {"repeats phrases of three words"} & set(names) or "'buy it now buy'" in names
 
 
 def test_texts_without_spaces_are_read_letter_by_letter() -> None:

@@ -56,11 +56,17 @@ def test_a_notice_counts_training_questions_that_another_task_holds_out() -> Non
     [
         (
             ("mixture", "rows", "rows"),
-            "'rows' names two tasks or evaluation sets: set tasks.0.name and so on, or rename",
+            "'rows' names two tasks or evaluation sets: set task.name, or tasks.0.name and so on, or rename",
         ),
-        (("mixture", "sums", "mixture"), "'mixture' names the whole in metrics: set tasks.0.name and so on"),
-        (("sums", ""), "'' is empty: set tasks.0.name and so on, or rename it in evaluation.sets"),
-        (("sums", "a/b"), "'a/b' has a slash: set tasks.0.name and so on, or rename it in evaluation.sets"),
+        (
+            ("mixture", "sums", "mixture"),
+            "'mixture' names the whole in metrics: set task.name, or tasks.0.name and so on",
+        ),
+        (("sums", ""), "'' is empty: set task.name, or tasks.0.name and so on, or rename it in evaluation.sets"),
+        (
+            ("sums", "a/b"),
+            "'a/b' has a slash: set task.name, or tasks.0.name and so on, or rename it in evaluation.sets",
+        ),
     ],
 )
 def test_names_that_would_share_metrics_are_refused(names: tuple[str, ...], message: str) -> None:

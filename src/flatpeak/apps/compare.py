@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flatpeak.config.load import apply_overrides, load_recipe, merge, parse_config
@@ -128,7 +128,10 @@ def _on_common_questions(evaluations: list[Evaluation]) -> tuple[list[Evaluation
         raise UserError("there is no question whose prompt fits into every model's context: compare fewer models")
     most = max(len(evaluation.all_ids) for evaluation in evaluations)
     notice = f"{len(common)} of {most} questions fit into every model's context; the tables are of those"
-    return [evaluation.only(common) for evaluation in evaluations], [notice]
+    whole = any(evaluation.robustness or evaluation.sharpness for evaluation in evaluations)
+    notices = [notice, "perturbed questions and sharpness are of a model's whole set, and are left out"][: 1 + whole]
+    chosen = [replace(evaluation.only(common), robustness={}, sharpness=None) for evaluation in evaluations]
+    return chosen, notices
 
 
 def evaluated_by(recipe: RawRecipe, base: RawRecipe) -> dict[str, Any]:

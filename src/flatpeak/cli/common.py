@@ -162,7 +162,10 @@ class RunOutput:
             return
         summary = result.summary
         if self.as_json:
-            typer.echo(json.dumps({"path": str(result.path), "report": str(result.report), **asdict(summary)}))
+            from flatpeak.runs.summary import finite
+
+            content = {"path": str(result.path), "report": str(result.report), **asdict(summary)}
+            typer.echo(json.dumps(finite(content), allow_nan=False))
         elif summary.signal is None:
             ended = [f"{self.label}: {summary.ended_by}"] if summary.ended_by else []
             following = [_next_line(result)] if self.trains_policy else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -13,11 +14,12 @@ from flatpeak.utils.schema import StrictConfig
 Perturbation = Literal["numbers", "distractor", "framing", "rename", "typos"]
 ChoiceAnswers = Literal["generate", "rank"]
 AUTO = "auto"
+_VERDICT = re.compile(r"(sampled/)?(accuracy|pass@\d+|maj@\d+)(/.*)?")
 
 
 def is_verdict(metric: str) -> bool:
     """Whether a metric counts right answers, which requires a reward part that says which answers are right."""
-    return metric.removeprefix("sampled/").startswith(("accuracy", "pass@", "maj@"))
+    return _VERDICT.fullmatch(metric) is not None
 
 
 class SharpnessConfig(StrictConfig):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, Final
 
 from rich.console import Console
@@ -64,9 +65,9 @@ class Comparison:
         }
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Every model's answer to every question, the perturbed questions after the others."""
+        """Every model's answer to every question: those of further sets, and then perturbed ones, after the others."""
         for label, evaluation in zip(self.labels, self.evaluations, strict=True):
-            for row in evaluation.rows:
+            for row in chain(evaluation.rows, *(one.rows for one in evaluation.sets.values())):
                 yield {"model": label, **row}
             for robustness in evaluation.robustness.values():
                 for row in robustness.rows:
@@ -110,7 +111,8 @@ def render(
     kinds = list(dict.fromkeys(kind for evaluation in evaluations for kind in evaluation.robustness))
     if kinds:
         tables.append(_robustness(labels, evaluations, kinds))
-    console = Console(width=max(160 if kinds else 100, 40 + 30 * (2 * len(labels) - 1)))
+    # Without markup: names of subsets, rewards and runs may have brackets.
+    console = Console(width=max(160 if kinds else 100, 40 + 30 * (2 * len(labels) - 1)), markup=False)
     with console.capture() as capture:
         for table in tables:
             console.print(table)

@@ -95,8 +95,7 @@ def open_tasks(config: RunConfig, own: Task | None = None) -> RunTasks:
         name: named(name, _build(section, where=f"evaluation.sets.{name}").test)
         for name, section in (config.evaluation.sets or {}).items()
     }
-    if sets:
-        check_names([main.name, *shares, *sets])
+    check_names([main.name, *shares, *sets])
     return RunTasks(main=main, first=first, sets=sets, shares=shares)
 
 

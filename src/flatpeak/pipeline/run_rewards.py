@@ -9,7 +9,7 @@ from typing import Any
 
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
-from flatpeak.evaluation.config import EvaluationConfig
+from flatpeak.evaluation.config import EvaluationConfig, is_verdict
 from flatpeak.protocols import Progress
 from flatpeak.rewards.reward_set import RewardSet, as_reward, build_reward
 from flatpeak.rewards.workers.pool import WorkerPool
@@ -22,8 +22,6 @@ REWARD_CHECK_EXAMPLES = 16
 """The number of examples that rewards may check themselves on."""
 GREEDY_METRICS = ("accuracy", "reward", "length", "truncated", "accuracy/not_near_train")
 SAMPLED_METRICS = ("reward", "accuracy", "length", "truncated")
-VERDICT_METRICS = ("accuracy", "pass@", "maj@")
-"""Metrics that need a component that says right or wrong; no reward component may be called accuracy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +98,7 @@ def _check_metric(config: EvaluationConfig, reward: RewardSet) -> None:
         known += [f"sampled/{name}" for name in (*SAMPLED_METRICS, *reward.weights)]
         known += [f"{name}@{k}" for k in config.k for name in ("pass", "maj")]
     if config.accuracy is None:
-        known = [name for name in known if not name.removeprefix("sampled/").startswith(VERDICT_METRICS)]
+        known = [name for name in known if not is_verdict(name)]
     if config.metric not in known:
         hint = "" if config.samples else " (pass@k and maj@k need evaluation.samples)"
         raise UserError(f"evaluation.metric={config.metric}: choose one of {', '.join(known)}{hint}")

@@ -21,6 +21,7 @@ from flatpeak.errors import UserError
 from flatpeak.functional import completion_weights, importance_ratio, kl_k3
 from flatpeak.policy.config import ModelConfig
 from flatpeak.policy.loading import load_policy
+from flatpeak.policy.model import Policy
 from flatpeak.report.logged_step import logged_step
 from flatpeak.report.patterns import visible
 from flatpeak.runs.checkpoints import LAST, checkpoint_name
@@ -81,11 +82,23 @@ def explain(run: Path, *, step: int | None = None, group: str | None = None) -> 
         torch.tensor([sum(row.get("trained", [1] * len(row["token_ids"]))) for row in rows]),
         config.objective.normalization,
         max_tokens=config.rollout.max_new_tokens,
-        valid_N=torch.tensor([row["reward"] is not None for row in rows]),
+        valid_N=torch.tensor([_is_trained(row, config) for row in rows]),
     )
     weight_of = {id(row): float(weight) for row, weight in zip(rows, weights, strict=True)}
     completions = _explain_completions(chosen, weight_of, config, paths)
     return Explanation(step=step, config=config, completions=tuple(completions))
+
+
+def _is_trained(row: Row, config: RunConfig) -> bool:
+    """Whether the update of its step had a completion's gradient."""
+    masked = config.objective.truncated == "mask" and row["finish_reason"] == "length"
+    return row["reward"] is not None and not masked
+
+
+def _checkpoint(paths: RunPaths, name: str, trained: ModelConfig) -> Policy:
+    """The policy of a run's checkpoint, loaded as the run loaded its model."""
+    loading = {"device": trained.device, "dtype": trained.dtype, "trust_remote_code": trained.trust_remote_code}
+    return load_policy(ModelConfig(path=str(paths.checkpoints / name), **loading))
 
 
 def _explain_completions(
@@ -104,12 +117,7 @@ def _explain_completions(
         for row in rows
     )
     group = Group(prompt=prompt, completions=completions)
-    last, first = (
-        load_policy(
-            ModelConfig(path=str(paths.checkpoints / name), device=config.model.device, dtype=config.model.dtype)
-        )
-        for name in (LAST, checkpoint_name(0))
-    )
+    last, first = (_checkpoint(paths, name, config.model) for name in (LAST, checkpoint_name(0)))
     for policy in (last, first):  # the self-test of the kernels would take longer than one group
         policy.kernels.choose("torch", unserved=None)
     batch = collate([group], torch.ones(1, len(rows), dtype=torch.bool), device=last.device)

@@ -282,10 +282,10 @@ def _evenly(steps: Sequence[int], count: int) -> list[int]:
 
 
 def _group(step: int, group: Sequence[Row]) -> dict[str, Any]:
-    """A group for the page: equal completions are one, the best first."""
-    by_text: dict[str, list[Row]] = {}
+    """A group for the page: equal completions with the same reward are one, the best first."""
+    equal: dict[tuple[str, str, float], list[Row]] = {}
     for row in sorted(group, key=lambda row: row["reward"], reverse=True):
-        by_text.setdefault(row["text"], []).append(row)
+        equal.setdefault((row["text"], row["finish_reason"], row["reward"]), []).append(row)
     rewards = [row["reward"] for row in group]
     return {
         "step": step,
@@ -294,7 +294,7 @@ def _group(step: int, group: Sequence[Row]) -> dict[str, Any]:
         "size": len(group),
         "reward": sum(rewards) / len(rewards),
         "completions": [
-            {**rows[0], "count": len(rows), "turn_rewards": turn_rewards(rows[0])} for rows in by_text.values()
+            {**rows[0], "count": len(rows), "turn_rewards": turn_rewards(rows[0])} for rows in equal.values()
         ],
     }
 

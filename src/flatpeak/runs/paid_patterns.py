@@ -43,8 +43,13 @@ _READ: Final = ("group", "prompt", "finish_reason", "reward")
 """The columns that are kept of a row, beside its text and length: others, such as log-probabilities, are large."""
 SPREADS: Final = "patterns/spreads"
 """The metric for `training.stop_when`: the most spreads that any pattern pays, 0 where none pays beyond chance."""
-_LONGER, _CUT, _REPEATS = "longer than its group's median", "cut by a limit", "repeats itself three times"
-_WORDS: Final = re.compile(r"\w+|[^\w\s]")
+_LONGER, _CUT, _REPEATS = "longer than its group's median", "cut by a limit", "repeats phrases of three words"
+_MARKS: Final = (
+    "\u0300-\u036f\u0591-\u05c7\u0610-\u061a\u064b-\u065f\u0900-\u0963\u0966-\u0dff"
+    "\u0e31-\u0e4e\u102b-\u103e\u17b4-\u17d3"
+)
+"""Combining marks, which `\\w` leaves out: of Latin, Hebrew and Arabic, of India's scripts, Thai, Burmese and Khmer."""
+_WORDS: Final = re.compile(rf"[\w{_MARKS}]+|[^\w\s{_MARKS}]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -57,7 +57,9 @@ def check_names(names: Sequence[str]) -> None:
             problem = "has a slash" if name else "is empty"
         else:
             continue
-        raise UserError(f"{name!r} {problem}: set tasks.0.name and so on, or rename it in evaluation.sets")
+        raise UserError(
+            f"{name!r} {problem}: set task.name, or tasks.0.name and so on, or rename it in evaluation.sets"
+        )
 
 
 def named(name: str, examples: Sequence[Example]) -> list[Example]:
