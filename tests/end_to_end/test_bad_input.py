@@ -84,7 +84,7 @@ def test_a_recipe_that_cannot_work_names_its_keys(
 
 
 def test_the_accuracy_must_be_among_the_callers_rewards(expect_refusal: Callable[..., None]) -> None:
-    expect_refusal("evaluation.accuracy=correctness", {"reward": {"length": length}})
+    expect_refusal("evaluation.accuracy=correctness", {"reward": {"short": length}})
 
 
 def test_the_accuracy_must_be_among_the_rewards_of_the_first_task(expect_refusal: Callable[..., None]) -> None:
