@@ -34,7 +34,7 @@ ARMS = {
     "stopped": "no penalty, stopped at 1 nat",
     "low_rate_stopped": "a quarter of the rate, stopped at 1 nat",
 }
-SWEEPS = ("first",)
+SWEEPS = ("first", "later", "stopped")
 ENDS = ("", "-curves", "-answers")
 """The runs of a sweep, their curves, and their answers to held-out words: what its files are called after its name."""
 STOPPED = {"none": "stopped", "low_rate": "low_rate_stopped"}
