@@ -24,8 +24,9 @@ FALL = "eval/signatures/sharpness/relative_fall_0.6.last"
 
 
 def loaded(name: str) -> ModuleType:
-    if str(STUDY) not in sys.path:
-        sys.path.insert(0, str(STUDY))  # the study's modules import each other
+    for folder in (STUDY.parent, STUDY):  # the study's modules import each other, and what all pages share
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
     spec = importlib.util.spec_from_file_location(f"study_{name}", STUDY / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
