@@ -127,9 +127,9 @@ def _on_common_questions(evaluations: list[Evaluation]) -> tuple[list[Evaluation
     if not common:
         raise UserError("there is no question whose prompt fits into every model's context: compare fewer models")
     most = max(len(evaluation.all_ids) for evaluation in evaluations)
-    notice = f"{len(common)} of {most} questions fit into every model's context; the tables are of those"
-    whole = any(evaluation.robustness or evaluation.sharpness for evaluation in evaluations)
-    notices = [notice, "perturbed questions and sharpness are of a model's whole set, and are left out"][: 1 + whole]
+    notices = [f"{len(common)} of {most} questions fit into every model's context; the tables are of those"]
+    if any(evaluation.robustness or evaluation.sharpness for evaluation in evaluations):
+        notices.append("perturbed questions and sharpness are of a model's whole set, and are left out")
     chosen = [replace(evaluation.only(common), robustness={}, sharpness=None) for evaluation in evaluations]
     return chosen, notices
 

@@ -84,7 +84,6 @@ class NumberReward(Rule):
     extraction: NumberExtraction = "whole"
     evaluated: bool = False
     """Require the answer to be worked out (see `flatpeak.rewards.math.unevaluated`)."""
-
     numbers_only: bool = True
     """UserError for a row whose gold answer is not a number; otherwise its completions have no score."""
 
