@@ -209,3 +209,12 @@ def test_a_function_that_comes_back_is_not(group, monkeypatch):
 def test_a_reward_whose_name_is_that_of_another_metric_is_refused():
     with pytest.raises(UserError, match="reward 'length': metrics of that name exist already; call it something else"):
         as_reward({"right": lambda completion: 1.0, "length": (lambda completion: 0.0, 0.1)})
+
+
+@pytest.mark.parametrize(("name", "part"), [("length", "length_reward"), ("reward", "reward"), ("close", "close")])
+def test_a_function_of_the_name_of_another_metric_becomes_a_part_that_can_be_told_from_it(name, part):
+    def function(completion):
+        return 1.0
+
+    function.__name__ = name
+    assert list(as_reward(function).weights) == [part]

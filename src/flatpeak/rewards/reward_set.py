@@ -350,7 +350,7 @@ def as_reward(
 
     - a RewardSet: itself; any other callable with a parameter `groups`: a set that calls it for all scores;
     - a function with one of the users' signatures, or a Scorer such as a built-in rule: a set of one component, called
-      `name`, or named after the function;
+      `name`, or named after the function: `length_reward` for a function `length`, as `length` is another metric;
     - a mapping from component names to such functions or scorers, or to (function, weight): a set of them.
 
     In a set made here, `workers` grade the same kinds of components as for a recipe.
@@ -363,7 +363,7 @@ def as_reward(
             if taken := sorted(RESERVED_REWARD_NAMES & obj.keys()):
                 raise UserError(f"reward {taken[0]!r}: metrics of that name exist already; call it something else")
         case Scorer():
-            components = [_component(name or function_name(obj), obj)]
+            components = [_component(name or _own_name(obj), obj)]
         case _ if not callable(obj):
             raise UserError(
                 f"reward is {describe_value(obj)}: pass a function, or several by name, with weights or without: "
@@ -372,8 +372,14 @@ def as_reward(
         case _ if _takes_groups(obj):
             return CallersReward(obj)
         case _:
-            components = [_component(name or function_name(obj), obj)]
+            components = [_component(name or _own_name(obj), obj)]
     return RewardSet(components, workers=workers, rules=rules, budget=budget, notice=notice)
+
+
+def _own_name(function: object) -> str:
+    name = function_name(function)
+    # A lone part called `reward` has the values of the metric of that name.
+    return f"{name}_reward" if name in RESERVED_REWARD_NAMES - {"reward"} else name
 
 
 def _component(name: str, value: object) -> Component:
