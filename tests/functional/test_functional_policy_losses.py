@@ -113,6 +113,18 @@ def test_gmpo_is_the_geometric_mean_of_ratios_that_are_clipped_one_by_one() -> N
     assert 0 < kept.sum() < len(kept)
 
 
+@pytest.mark.parametrize("name", ["gmpo", "dppo_tv", "dppo_kl"])
+def test_the_clip_counts_the_tokens_whose_gradient_it_removes(name: str) -> None:
+    config = ObjectiveConfig(loss=name, clip_low=0.3, clip_high=0.4) if name == "gmpo" else ObjectiveConfig(loss=name)
+    logprobs_T, ratio_T = torch.from_numpy(NEW), torch.from_numpy(R)
+    advantages_T = torch.from_numpy(A)
+    clipped_T = POLICY_LOSSES[name].clipped(logprobs_T, ratio_T, advantages_T, config)
+    _, gradient = evaluate(name, config)
+    np.testing.assert_array_equal(clipped_T.numpy(), gradient == 0)
+    assert 0 < int(clipped_T.sum()) < len(A)
+    assert not POLICY_LOSSES[name].clipped(logprobs_T, ratio_T, torch.zeros_like(advantages_T), config).any()
+
+
 ON_POLICY: dict[str, Callable[..., torch.Tensor]] = {
     "sapo": lambda logprobs, ratio, advantages: sapo(ratio, advantages),
     "vespo": vespo,

@@ -30,6 +30,10 @@ def test_top_entropy_keeps_the_tokens_above_the_quantile(fraction: float) -> Non
     assert weights.mean() == pytest.approx(fraction, abs=0.01)
 
 
+def test_top_entropy_of_no_token_keeps_none() -> None:
+    assert top_entropy(torch.zeros(0)).shape == (0,)
+
+
 def test_top_entropy_of_one_token_keeps_it() -> None:
     assert top_entropy(torch.tensor([0.3])).tolist() == [1.0]
 

@@ -24,7 +24,13 @@ ENTROPY = ObjectiveConfig(adaptive_entropy=AdaptiveEntropyConfig(target=1.0, ste
 
 @pytest.mark.parametrize(
     ("distance", "factor"),
-    [(0.05, 1.0), (0.055, 1 + 0.1 * 20 / 100), (5.0, 1 + 0.2 * 20 / 100), (0.0, 1 - 0.2 * 20 / 100)],
+    [
+        (0.05, 1.0),
+        (0.055, 1 + 0.1 * 20 / 100),
+        (5.0, 1 + 0.2 * 20 / 100),
+        (0.0, 1 - 0.2 * 20 / 100),
+        (float("nan"), 1.0),  # of an update that was skipped
+    ],
 )
 def test_the_kl_coefficient_follows_the_distance_within_a_fifth(distance: float, factor: float) -> None:
     objective = Objective(config=ObjectiveConfig(), kl=KL).adapted({"policy/kl_reference": distance}, 20)

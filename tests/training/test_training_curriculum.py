@@ -63,3 +63,12 @@ def test_each_phase_keeps_a_place_of_its_own_in_its_data() -> None:
 def test_a_place_survives_being_saved() -> None:
     place = Progression(phase=1, phase_steps=4, cursors=[12, 8])
     assert Progression(**asdict(place)) == place
+
+
+def test_the_main_task_knows_nothing_of_the_pass_rates_of_the_first() -> None:
+    phases = [phase("first", max_steps=2), phase("main")]
+    place = Progression(cursors=[0, 0], rates={"train.0/3": 1.0})
+    place.step_done(phases, pass_rate=1.0)
+    assert place.rates == {"train.0/3": 1.0}
+    place.step_done(phases, pass_rate=1.0)
+    assert place.rates == {}

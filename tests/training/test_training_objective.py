@@ -161,6 +161,11 @@ def test_every_loss_has_the_value_gradient_and_clip_fraction_of_its_formula(rati
     assert float(statistics.max_ratio_gap) == pytest.approx(3.0, rel=1e-12)
 
 
+def test_the_clip_within_a_geometric_mean_is_counted_token_by_token() -> None:
+    _, gradient, statistics = evaluate(ObjectiveConfig(loss="gmpo", clip_low=0.2, clip_high=0.2))
+    assert int(statistics.clipped) == int(((gradient == 0) & (A != 0)).sum()) > 0
+
+
 def test_a_sequence_ratio_is_that_of_whole_completions_in_every_micro_batch() -> None:
     config = ObjectiveConfig(ratio="sequence", loss="unclipped_surrogate")
     objective = Objective(config=config, kl=KLConfig())

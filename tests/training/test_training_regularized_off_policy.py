@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any, get_args
 
 import pytest
+import torch
 from torch import Tensor
 
 from flatpeak.functional import importance_ratio
@@ -38,6 +39,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "policy gradient": {"loss": "policy_gradient"},
     "policy gradient, sequence ratio": {"loss": "policy_gradient", "ratio": "sequence"},
     "unclipped": {"loss": "unclipped_surrogate"},
+    "clipped within the ratio": {"loss": "gmpo", "clip_low": 0.4, "clip_high": 0.4},
 }
 CLIPPED = ("clipped", "clipped, sequence ratio", "dual clip", "capped", "capped, sequence ratio")
 OTHERS: dict[str, dict[str, Any]] = {
@@ -100,6 +102,31 @@ def test_the_second_gradient_meets_the_first_as_the_step_goes_to_zero(loss: str,
         gaps.append(relative_error(g2, g1))
     assert gaps[0] / gaps[1] == pytest.approx(10, rel=0.01)
     assert gaps[2] < 1e-6
+
+
+@pytest.mark.parametrize("loss", ["clipped", "clipped, sequence ratio", "clipped within the ratio"])
+def test_the_default_mode_penalizes_the_gradient_that_is_trained_on(loss: str) -> None:
+    policy, batch = setting()
+    given = arguments(loss)
+    names = [name for name, _ in policy.model.named_parameters() if ".layers." in name]
+    plain = {name: gradient_of(policy, batch, **given)[name] for name in names}
+    weights = dict(policy.model.named_parameters())
+
+    def moved(by: float) -> dict[str, Tensor]:
+        with torch.no_grad():
+            for name in names:
+                weights[name].add_(plain[name], alpha=by)
+        gradient = gradient_of(policy, batch, **given)
+        with torch.no_grad():
+            for name in names:
+                weights[name].sub_(plain[name], alpha=by)
+        return {name: gradient[name] for name in names}
+
+    step = 5e-6 / norm(plain)
+    ahead, back = moved(step), moved(-step)
+    expected = {name: (ahead[name] - back[name]) / (2 * step) for name in names}
+    penalty = penalty_of(policy, batch, difference="central", step=1e-6, **given)
+    assert relative_error({name: penalty[name] for name in names}, expected) < 1e-6
 
 
 def test_both_passes_are_at_the_sampling_temperature() -> None:

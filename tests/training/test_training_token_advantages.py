@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,11 +46,12 @@ def completions() -> PackedCompletions:
     return collate(GROUPS, ALL, device=torch.device("cpu"))
 
 
-def per_token(config: AdvantageConfig, penalties: Any = None) -> np.ndarray:
+def per_token(config: AdvantageConfig, penalties: Any = None, *, counted: Sequence[bool] = (True,) * 4) -> np.ndarray:
     advantages = make_advantages(config, num_prompts=2, group_size=2)
     advantages_N = advantages(REWARDS, ALL).flatten()
     penalties_T = None if penalties is None else torch.tensor(penalties, dtype=torch.float32)
-    return advantages.per_token(advantages_N, completions(), penalties_T).numpy()
+    counted_N = torch.tensor(counted)
+    return advantages.per_token(advantages_N, completions(), penalties_T, counted_N=counted_N).numpy()
 
 
 RAW = {"baseline": "none", "scale": "none"}
@@ -72,6 +74,17 @@ def test_whitening_over_completions_counts_each_once() -> None:
     rewards = np.array([1.0, 0.0, 0.5, 0.5])
     expected = np.repeat((rewards - 0.5) / rewards.std(ddof=1), LENGTHS)
     np.testing.assert_allclose(per_token(AdvantageConfig(**RAW, whiten="completions", eps=0.0)), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("over", ["tokens", "completions"])
+def test_whitening_leaves_out_completions_that_are_not_trained_on(over: str) -> None:
+    counted = [True, False, True, True]
+    config = AdvantageConfig(**RAW, whiten=over, eps=0.0)
+    result = per_token(config, counted=counted)
+    chosen = np.repeat(counted, LENGTHS) & (TRAINED if over == "tokens" else True)
+    used = np.repeat([1.0, 0.0, 0.5, 0.5], LENGTHS)[chosen]
+    values = used if over == "tokens" else np.array([1.0, 0.5, 0.5])
+    np.testing.assert_allclose(result[chosen], (used - values.mean()) / values.std(ddof=1), rtol=1e-5)
 
 
 def test_a_limit_bounds_what_is_trained_on() -> None:

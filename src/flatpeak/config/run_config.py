@@ -123,11 +123,39 @@ class RunConfig(StrictConfig):
                     f"advantage.credit=turn needs {name} of type environment with a weight: without them no turn has a "
                     "reward of its own"
                 )
+        self._refuse_mixing("advantage.credit=turn", what="the advantages of their turns")
+        return self
+
+    def _refuse_mixing(self, setting: str, *, what: str) -> None:
+        """Refuse a loss whose gradient does not tell the advantages of a completion's tokens apart."""
         if self.objective.ratio == "sequence" or self.objective.loss == "gmpo":
             key = "ratio=sequence" if self.objective.ratio == "sequence" else "loss=gmpo"
             raise ValueError(
-                f"objective.{key} with advantage.credit=turn: the gradient of a ratio of whole completions mixes the "
-                "advantages of their turns; set objective.loss=clipped_surrogate and objective.ratio=token"
+                f"objective.{key} with {setting}: the gradient of a ratio of whole completions mixes {what}; set "
+                "objective.loss=clipped_surrogate and objective.ratio=token"
+            )
+
+    @model_validator(mode="after")
+    def _changes_rewards(self) -> RunConfig:
+        """Refuse changes of the reward that the advantages do not see, or that they cannot divide by."""
+        function, kl = self.advantage.function, self.kl
+        if kl.coefficient and kl.placement == "reward_to_go":
+            self._refuse_mixing("kl.placement=reward_to_go", what="the penalties of their tokens")
+        if kl.coefficient and kl.placement == "reward" and function in ("gdpo", "max_rl"):
+            why = "compares the components" if function == "gdpo" else "divides by the mean reward"
+            raise ValueError(
+                f"kl.placement=reward with advantage.function={function}, which {why}: set kl.placement=loss"
+            )
+        truncated = self.objective.truncated
+        if function == "gdpo" and truncated in ("zero_reward", "soft_penalty"):
+            raise ValueError(
+                f"objective.truncated={truncated} changes the sum of the rewards, and advantage.function=gdpo compares "
+                "the components: set objective.truncated=mask, or add a reward that a truncated completion fails"
+            )
+        if function == "max_rl" and truncated == "soft_penalty":
+            raise ValueError(
+                "objective.truncated=soft_penalty with advantage.function=max_rl, which divides by the mean reward: "
+                "set objective.truncated=zero_reward or mask"
             )
         return self
 
@@ -212,7 +240,14 @@ class RunConfig(StrictConfig):
     @model_validator(mode="after")
     def _logs_what_stops(self) -> RunConfig:
         stop = self.training.stop_when
-        if stop is None or stop.metric != SPREADS:
+        if stop is None:
+            return self
+        if self.kl.estimator == "exact" and stop.metric in ("rollout/kl_reference", "rollout/kl_sequence"):
+            raise ValueError(
+                f"training.stop_when.metric={stop.metric} with kl.estimator=exact, whose reference does not score what "
+                "was sampled: set kl.estimator=k3, or training.stop_when.metric=policy/kl_reference"
+            )
+        if stop.metric != SPREADS:
             return self
         if self.run.log_rollouts_every != 1:
             raise ValueError(

@@ -45,12 +45,20 @@ class Rule:
         return self.applies(get(self.choice)) and not self.unless(get)
 
 
-def _optimizer(section: str) -> Rule:
-    return Rule(
-        choice=f"{section}.name",
-        applies=lambda name: name == "sgd",
-        settings=(f"{section}.betas", f"{section}.eps"),
-        instead=f"{section}.name=adamw",
+def _optimizer(section: str) -> tuple[Rule, ...]:
+    return (
+        Rule(
+            choice=f"{section}.name",
+            applies=lambda name: name == "sgd",
+            settings=(f"{section}.betas", f"{section}.eps"),
+            instead=f"{section}.name=adamw",
+        ),
+        Rule(
+            choice=f"{section}.schedule",
+            applies=lambda schedule: schedule == "constant",
+            settings=(f"{section}.final_fraction",),
+            instead=f"{section}.schedule=cosine",
+        ),
     )
 
 
@@ -149,6 +157,18 @@ RULES = (
         instead="objective.sampler_correction.type=truncate",
     ),
     Rule(
+        choice="kl.estimator",
+        applies=lambda estimator: estimator != "exact",
+        settings=("kl.top_k",),
+        instead="kl.estimator=exact",
+    ),
+    Rule(
+        choice="objective.truncated",
+        applies=lambda truncated: truncated != "soft_penalty",
+        settings=("objective.overlong_buffer",),
+        instead="objective.truncated=soft_penalty",
+    ),
+    Rule(
         choice="kl.placement",
         applies=lambda placement: placement in ("reward", "reward_to_go"),
         settings=("kl.ratio_weighted",),
@@ -230,7 +250,7 @@ RULES = (
         settings=("tools",),
         instead="environment=null",
     ),
-    *(_optimizer(section) for section in ("optimizer", "sft.optimizer", "reward_model.optimizer")),
+    *(rule for section in ("optimizer", "sft.optimizer", "reward_model.optimizer") for rule in _optimizer(section)),
     *_task("task"),
     *_task("curriculum.task"),
 )

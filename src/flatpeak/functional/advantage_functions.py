@@ -44,7 +44,7 @@ def remax(rewards_PG: Tensor, valid_PG: Tensor, greedy_P: Tensor) -> Tensor:
 
 
 def max_rl(rewards_PG: Tensor, valid_PG: Tensor) -> Tensor:
-    """(r_i - mean) / mean, 0 where the mean is not above 0. MaxRL, 2026, arXiv 2602.02710."""
+    """(r_i - mean) / mean, 0 where the mean is not above 0, for rewards >= 0. MaxRL, 2026, arXiv 2602.02710."""
     centred_PG = group_advantages(rewards_PG, scale="none", valid_PG=valid_PG)
     mean_P1 = (rewards_PG * valid_PG).sum(-1, keepdim=True) / valid_PG.sum(-1, keepdim=True).clamp(min=1)
     return torch.where(mean_P1 > 0, centred_PG / mean_P1.clamp(min=1e-6), 0.0)

@@ -124,9 +124,9 @@ def dppo_kl(
 def beyond_total_variation(
     logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, threshold_low: float = 0.15, threshold_high: float = 0.15
 ) -> Tensor:
-    """bool: p - p_old > threshold_high where A > 0, < -threshold_low elsewhere; p_old = p / r."""
+    """bool: p - p_old > threshold_high where A > 0, < -threshold_low where A < 0; p_old = p / r."""
     change = logprobs.exp() * (1 - 1 / ratio)
-    return torch.where(advantages > 0, change > threshold_high, change < -threshold_low)
+    return torch.where(advantages > 0, change > threshold_high, (change < -threshold_low) & (advantages < 0))
 
 
 @torch.no_grad()
@@ -141,7 +141,7 @@ def beyond_kl(
     divergence = others - old * ratio.log()
     rises = (ratio > 1) & (divergence > threshold_high)
     falls = (ratio < 1) & (divergence > threshold_low)
-    return torch.where(advantages > 0, rises, falls)
+    return torch.where(advantages > 0, rises, falls & (advantages < 0))
 
 
 class Coefficients(Protocol):
@@ -218,6 +218,12 @@ def _by_ppo(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: fl
     return above | below
 
 
+def _by_log_ratio(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
+    """Whether gmpo's clip removes a token's gradient: its log-ratio is beyond the bound."""
+    above = (ratio.log() > clip_high) & (advantages > 0)
+    return above | ((ratio.log() < -clip_low) & (advantages < 0))
+
+
 def _of_completion(logprobs_T: Tensor, old_logprobs_T: Tensor, sequence_T: Tensor, num: int) -> Tensor:
     """The probability ratio of each token's whole completion."""
     return sequence_probability_ratio(logprobs_T, old_logprobs_T, sequence_T, num)
@@ -235,6 +241,9 @@ class PolicyLoss:
     """A loss with the same gradient and a meaningful second derivative, if `value` detaches the ratio."""
     ratio: RatioFunction | None = None
     """The ratio that `value` is given, if the loss has one of its own; None: that of `objective.ratio`."""
+    couples_tokens: bool = False
+    """Whether a token's log-probability changes the loss of the others, as through gmpo's ratio. `clipped` is then
+    given each token's own ratio."""
     all_tokens: bool = False
     """Whether a token of advantage 0 can have a gradient; if so, no pass may skip it."""
 
@@ -255,7 +264,12 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         clipped=_per_token(lambda ratio, advantages: (ratio > 1) & (advantages < 0)),
         ratio=_ratio(_of_completion),
     ),
-    "gmpo": PolicyLoss(value=_per_token(gmpo), ratio=_ratio(clipped_geometric_ratio)),
+    "gmpo": PolicyLoss(
+        value=_per_token(gmpo),
+        clipped=_per_token(_by_log_ratio),
+        ratio=_ratio(clipped_geometric_ratio),
+        couples_tokens=True,
+    ),
     "dppo_tv": PolicyLoss(
         value=_per_token(dppo_tv),
         clipped=_per_token(beyond_total_variation),

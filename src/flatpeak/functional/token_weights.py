@@ -50,6 +50,8 @@ class TokenWeights:
 
 def top_entropy(entropy_T: Tensor, *, fraction: float = 0.2) -> Tensor:
     """1 for tokens of an entropy at or above the 1 - fraction quantile, else 0. Wang et al. 2025, arXiv 2506.01939."""
+    if not len(entropy_T):
+        return entropy_T.float()
     sorted_T = entropy_T.sort().values
     place = (1 - fraction) * (len(sorted_T) - 1)
     below, above = sorted_T[int(place)], sorted_T[min(int(place) + 1, len(sorted_T) - 1)]

@@ -160,3 +160,4 @@ class Progression:
         if phases[self.phase].is_over(steps=self.phase_steps, pass_rate=pass_rate):
             self.phase += 1
             self.phase_steps = 0
+            self.rates = {}  # another task's questions may have the same ids

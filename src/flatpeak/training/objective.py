@@ -190,7 +190,9 @@ class Objective:
 
     def clipped(self, logprobs_T: Tensor, batch: Batch) -> Tensor:
         """The tokens whose policy gradient the clip takes away (or, for CISPO, caps)."""
-        return self.loss.clipped(logprobs_T, self.ratio(logprobs_T, batch), batch.advantages_T, self.config)
+        couples = self.loss.couples_tokens
+        ratio_T = F.importance_ratio(logprobs_T, _old(batch)) if couples else self.ratio(logprobs_T, batch)
+        return self.loss.clipped(logprobs_T, ratio_T, batch.advantages_T, self.config)
 
     def corrected(self, loss_T: Tensor, batch: Batch) -> Tensor:
         """w_T * loss_T with the importance weights of what the sampler drew; loss_T itself without a correction.

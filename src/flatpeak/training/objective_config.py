@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, get_args
 
@@ -312,7 +313,9 @@ class AdaptiveKLConfig(StrictConfig):
     """Completions over which the coefficient changes by at most a factor of about 1.2 either way."""
 
     def next(self, coefficient: float, distance: float, completions: int) -> float:
-        """The coefficient after a step of so many completions at this KL."""
+        """The coefficient after a step of so many completions at this KL; the same where the KL is not finite."""
+        if not math.isfinite(distance):
+            return coefficient
         error = min(max(distance / self.target - 1, -0.2), 0.2)
         return coefficient * max(1 + error * completions / self.horizon, 0.1)
 

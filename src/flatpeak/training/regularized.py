@@ -54,7 +54,7 @@ def second_pass_loss(
     objective: Objective, first: FirstPass, logprobs_T: Tensor, entropy_T: Tensor, batch: Batch, *, mode: RatioMode
 ) -> Tensor:
     """The loss of every token in the second pass. KL and entropy terms are evaluated as they are written."""
-    if mode == "importance_clipped":
+    if mode == "importance_clipped" or (mode == "importance" and objective.loss.couples_tokens):
         loss_T = objective.policy_loss(logprobs_T, batch, curvature=True)
     else:
         loss_T = F.frozen_policy_loss(logprobs_T, first.coefficients_T)

@@ -250,19 +250,23 @@ class Advantages:
         completions: PackedCompletions,
         penalties_T: Tensor | None,
         turns_T: Tensor | None = None,
+        *,
+        counted_N: Tensor,
     ) -> Tensor:
-        """Advantages [T] of completions, or `turns_T`, less each token's penalty, whitened and limited."""
+        """Advantages [T] of completions, or `turns_T`, less each token's penalty, whitened over the completions that
+        are counted, and limited."""
         config, trained_T = self.config, completions.trained_T
         if config.whiten == "completions":
-            advantages_N = whiten(advantages_N, torch.ones_like(advantages_N, dtype=torch.bool), eps=config.eps)
+            advantages_N = whiten(advantages_N, counted_N.to(advantages_N.device), eps=config.eps)
         advantages_T = per_token(advantages_N, completions)
         if turns_T is not None:
             advantages_T = turns_T.to(advantages_T.device)
         if penalties_T is not None:
             advantages_T = advantages_T - penalties_T
         if config.whiten == "tokens":
-            everything_T = torch.ones_like(advantages_T, dtype=torch.bool)
-            advantages_T = whiten(advantages_T, everything_T if trained_T is None else trained_T, eps=config.eps)
+            counted_T = per_token(counted_N, completions)
+            counted_T = counted_T if trained_T is None else counted_T & trained_T
+            advantages_T = whiten(advantages_T, counted_T, eps=config.eps)
         return advantages_T if config.limit is None else advantages_T.clamp(-config.limit, config.limit)
 
     def compare_groups(self, group_size: int) -> bool:

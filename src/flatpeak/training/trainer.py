@@ -216,7 +216,9 @@ class Trainer(StageTrainer):
                 penalties_T = kl_to_go_T(completions, logprobs_T, kl)
         advantages_PG = self.group_advantages(rewards.rewards_PG, valid_PG, **inputs)
         advantages_N, turns_T = advantages_PG[valid_PG], self.group_advantages.by_turn(rewards, valid_PG)
-        advantages_T = self.group_advantages.per_token(advantages_N, completions, penalties_T, turns_T)
+        advantages_T = self.group_advantages.per_token(
+            advantages_N, completions, penalties_T, turns_T, counted_N=rewards.trained_PG[valid_PG]
+        )
         logged_N = self.group_advantages.of_completions(advantages_T, completions, without_N=advantages_N)
         return advantages_PG.masked_scatter(valid_PG, logged_N.cpu()), advantages_T
 
