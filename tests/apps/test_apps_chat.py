@@ -113,6 +113,12 @@ def test_a_run_is_asked_by_its_template_and_stops_where_it_did(make_run: Any, as
     assert session.notes[1].startswith("temperature 0, at most 5 tokens")
 
 
+def test_a_run_is_asked_with_the_stop_strings_of_its_evaluations(make_run: Any, asked: Asked) -> None:
+    run = make_run(rollout={"stop": ["#"]}, evaluation={"stop": ["7"]})
+    chat_loop(str(run), console=Session("2+2=").console)
+    assert asked.sampling[0].stop == ("7",)
+
+
 @pytest.mark.parametrize("place", ["checkpoints/step_000000", "checkpoints/best"])
 def test_a_checkpoint_of_a_run_is_asked_as_the_run_was(make_run: Any, asked: Asked, place: str) -> None:
     run = make_run(prompt={"template": "r1_zero"}, context=1024)

@@ -74,6 +74,20 @@ def test_steps_of_transformers_trainer_are_those_written_out_by_hand(tmp_path: P
     assert_steps_by_hand(trained(plain_trainer(tmp_path)), by_hand, loss, loss, steps=2)
 
 
+def test_a_loss_that_takes_its_labels_out_of_the_inputs_has_them_in_both_passes(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    def loss(outputs: Any, labels: Tensor | None, num_items_in_batch: Any = None) -> Tensor:
+        seen.append(labels is not None)
+        return outputs.logits.square().mean()
+
+    trainer = plain_trainer(tmp_path, max_steps=1)
+    trainer.compute_loss_func = loss
+    trained(trainer)
+    assert len(seen) >= 4
+    assert all(seen)
+
+
 @pytest.mark.parametrize("mode", ["importance", "reuse", "importance_clipped"])
 def test_two_updates_of_rloo_are_those_written_out_by_hand(mode: str, tmp_path: Path) -> None:
     kind, config = regularized("RLOO")

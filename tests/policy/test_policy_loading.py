@@ -17,6 +17,7 @@ from flatpeak.errors import UserError
 from flatpeak.policy.config import ModelConfig, NewModelConfig, TokenizerConfig
 from flatpeak.policy.loading import build_tokenizer, load_policy, make_model
 from flatpeak.policy.model import Policy
+from flatpeak.utils.control_tokens import end_of_turn
 
 SIZES = {
     "hidden_size": 16,
@@ -99,6 +100,24 @@ def test_every_end_of_sequence_token_counts_wherever_it_is_named() -> None:
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, 5]
     model.config.eos_token_id = 7
     assert Policy(model, tokenizer).eos_token_ids == {tokenizer.eos_token_id, 5, 7}
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        ("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}", True),
+        ("{% for m in messages %}{{ m.content }} and so on<|im_end|>{% endfor %}", False),
+        ("{{ raise_exception('no') }}", False),
+        (None, False),
+    ],
+)
+def test_the_end_of_turn_of_a_chat_template_ends_a_completion_too(template: str | None, ends: bool) -> None:
+    model, tokenizer = make_model(NEW.new, texts=TEXTS, seed=0)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    tokenizer.chat_template = template
+    own = {tokenizer.convert_tokens_to_ids("<|im_end|>")} if ends else set()
+    assert end_of_turn(tokenizer) == next(iter(own), None)
+    assert Policy(model, tokenizer).eos_token_ids - {tokenizer.eos_token_id} == own
 
 
 def test_a_model_without_an_end_of_sequence_token_is_refused() -> None:

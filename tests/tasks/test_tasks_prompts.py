@@ -81,6 +81,21 @@ def test_chat_has_one_beginning_of_sequence_and_ends_at_the_assistants_turn():
     assert prompt.messages == ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"})
 
 
+def test_a_template_that_writes_the_beginning_of_sequence_has_it_once():
+    (prompt,) = build("Why?", template="<bos>Q: {question}").prompts
+    assert decoded(prompt) == prompt.text == "<bos>Q: Why?"
+    (twice,) = build("Why?", template="<bos><bos>{question}").prompts
+    assert decoded(twice) == "<bos><bos>Why?"
+
+
+def test_a_chat_template_writes_the_same_date_on_every_day():
+    dated = make_tokenizer(chat_template="{{ strftime_now('%d %b %Y') }} " + CHAT_TEMPLATE)
+    (prompt,) = build("Why?", template="chat", tokenizer=dated).prompts
+    assert prompt.text.startswith("01 Jan 2026 <bos>")
+    (own,) = build("Why?", template="chat", chat_template_kwargs={"quick": True}, tokenizer=dated).prompts
+    assert own.text == prompt.text + "!"
+
+
 def test_chat_without_a_system_message_has_none_and_takes_template_arguments():
     (prompt,) = build("Why?", template="chat", chat_template_kwargs={"quick": True}).prompts
     assert prompt.text == "<bos><|start|>user:Why?<|end|><|start|>assistant:!"

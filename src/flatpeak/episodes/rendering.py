@@ -15,7 +15,7 @@ from flatpeak.episodes.calls import CALL_READERS, CallReader, json_calls, plain_
 from flatpeak.episodes.tools import ParsedCall
 from flatpeak.errors import UserError, brief
 from flatpeak.utils.answers import THINK_CLOSE, THINK_OPEN
-from flatpeak.utils.control_tokens import TextEncoder
+from flatpeak.utils.control_tokens import TextEncoder, render_chat
 
 _Message = Mapping[str, Any]
 _USER: Final[_Message] = {"role": "user", "content": "?"}
@@ -210,11 +210,7 @@ class ChatRenderer:
         """A conversation in the chat template; _UnfitError if it refuses."""
         kwargs = {"tools": self._schemas or None, **self._kwargs, **kwargs}
         try:
-            return str(
-                self._encoder.tokenizer.apply_chat_template(
-                    [dict(message) for message in messages], tokenize=False, add_generation_prompt=asking, **kwargs
-                )
-            )
+            return render_chat(self._encoder.tokenizer, messages, add_generation_prompt=asking, **kwargs)
         except Exception as error:  # a template may raise anything, not only jinja2's errors
             raise _UnfitError(brief(error)) from error
 

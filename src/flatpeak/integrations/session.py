@@ -124,10 +124,10 @@ class Session:
             self.replaying.rewind(self.trainer)
             if not self.published and self.replaying.random is not None:
                 self.replaying.random.restore()
-            return copy.copy(self.replaying.inputs)  # losses add and remove entries
+            return copy.copy(self.replaying.inputs)
         prepared = stock(inputs)
         if self.recording is not None:
-            self.recording.inputs = prepared
+            self.recording.inputs = copy.copy(prepared)  # losses add and remove entries
             self.recording.random = RandomState.now()
             self.recording.attributes = plain_attributes(self.trainer)
             if self.recording is self._micro_batches[0]:

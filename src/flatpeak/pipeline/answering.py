@@ -176,10 +176,11 @@ def _sampling(config: RunConfig | None, wording: PromptConfig, **given: Any) -> 
     sampling = SamplingParams(max_new_tokens=LONGEST_ANSWER)
     if config is not None:
         evaluation, rollout = config.evaluation, config.rollout
+        stop = rollout.stop if evaluation.stop is None else evaluation.stop
         sampling = SamplingParams(
             max_new_tokens=evaluation.max_new_tokens or rollout.max_new_tokens,
             # With another wording, the model was not trained to write them.
-            stop=rollout.stop if wording.template == config.prompt.template else (),
+            stop=stop if wording.template == config.prompt.template else (),
         )
         if evaluation.greedy:
             sampling = replace(sampling, temperature=0.0)

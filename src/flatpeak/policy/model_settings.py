@@ -26,6 +26,7 @@ from flatpeak.errors import UserError
 from flatpeak.policy.linears import make_plain
 from flatpeak.policy.training_attention import ATTENTION_NAME, attention_forward, register_attention
 from flatpeak.protocols import Tokenizer
+from flatpeak.utils.control_tokens import end_of_turn
 
 Forward = Callable[..., Any]
 """The `forward` of a layer's class, with the layer as its first argument."""
@@ -308,11 +309,13 @@ def _own_attention(causal: Any) -> str:
 
 
 def eos_token_ids(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
-    """All end-of-sequence tokens of the tokenizer, the model and its generation config."""
+    """All end-of-sequence tokens of the tokenizer, the model and its generation config, and its chat's end of turn."""
     eos: set[int] = set()
     for source in (tokenizer, model.config, getattr(model, "generation_config", None)):
         ids = getattr(source, "eos_token_id", None)
         eos.update([ids] if isinstance(ids, int) else ids or [])
+    turn = end_of_turn(tokenizer)
+    eos.update([] if turn is None else [turn])
     if not eos:
         raise UserError("neither tokenizer nor model has an end-of-sequence token: set tokenizer.eos_token")
     return frozenset(eos)

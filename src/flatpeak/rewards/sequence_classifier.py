@@ -24,7 +24,7 @@ from flatpeak.types import Message
 from flatpeak.utils.adapter_base import ADAPTER_CONFIG, named_base
 from flatpeak.utils.adapter_base import read_record as read_base_record
 from flatpeak.utils.adapters import load_adapter, save_adapter
-from flatpeak.utils.control_tokens import TextEncoder
+from flatpeak.utils.control_tokens import TextEncoder, render_chat
 from flatpeak.utils.gguf import find_gguf
 from flatpeak.utils.huggingface import (
     has_tokenizer,
@@ -183,7 +183,7 @@ class Wording:
     def _tokens(self, messages: Sequence[Message], completion: str) -> list[int]:
         if self.template == CHAT:
             conversation = self._encoder.quote_all([*messages, {"role": "assistant", "content": completion}])
-            text = self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=False)
+            text = render_chat(self.tokenizer, conversation, add_generation_prompt=False)
             # The template has already written every special token into the text, including the beginning of sequence.
             return self._encoder.encode(text)
         # Locate both positions before inserting anything, because a question may contain {completion}.

@@ -16,7 +16,7 @@ from flatpeak.protocols import Tokenizer
 from flatpeak.tasks.conversations import conversation_text
 from flatpeak.tasks.long_texts import bounded_tokens, whole_up_to
 from flatpeak.types import Example, Message, Prompt
-from flatpeak.utils.control_tokens import TextEncoder, unquote
+from flatpeak.utils.control_tokens import TextEncoder, render_chat, unquote
 from flatpeak.utils.schema import StrictConfig
 
 PLACEHOLDER: Final = "{question}"
@@ -44,7 +44,8 @@ class PromptConfig(StrictConfig):
     user: str = PLACEHOLDER
     """The user's message of a chat template: the text around {question}."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments for the tokenizer's chat template, such as enable_thinking: false."""
+    """Arguments for the tokenizer's chat template, such as enable_thinking: false. A template that writes today's date
+    writes 2026-01-01 on every day, so that prompts do not change overnight."""
     max_tokens: int | None = None
     """Most tokens in a prompt, at most the model's context minus rollout.max_new_tokens; null: that maximum."""
     overlong: Literal["error", "drop", "truncate_left"] = "error"
@@ -196,9 +197,8 @@ def _render(tokenizer: Tokenizer, messages: Sequence[Message], config: PromptCon
     for key in ("tokenize", "add_generation_prompt"):
         if key in config.chat_template_kwargs:
             raise UserError(f"prompt.chat_template_kwargs.{key} is not a choice here: remove it")
-    kwargs: dict[str, Any] = {**config.chat_template_kwargs, "tokenize": False, "add_generation_prompt": True}
     try:
-        return str(tokenizer.apply_chat_template(list(messages), **kwargs))
+        return render_chat(tokenizer, messages, **config.chat_template_kwargs, add_generation_prompt=True)
     except Exception as error:  # a template may raise anything, not only jinja2's errors
         raise UserError(
             f"prompt.template=chat: the chat template refuses the messages ({error}); remove prompt.system or "
@@ -248,6 +248,8 @@ def template_text(name: str) -> str:
 def _encode(encoder: TextEncoder, text: str) -> list[int]:
     """Token ids, with a beginning-of-sequence token if the tokenizer has one, without an appended end token."""
     ids = encoder.encode(text, add_special_tokens=True)
+    if len(ids) > 1 and ids[0] == ids[1] == getattr(encoder.tokenizer, "bos_token_id", None):
+        ids = ids[1:]  # the template has written it
     if ids and ids[-1] == encoder.tokenizer.eos_token_id:
         bare = encoder.encode(text)
         if ids[len(ids) - 1 - len(bare) : -1] == bare:

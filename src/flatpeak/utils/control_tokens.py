@@ -12,6 +12,7 @@ import copy
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from datetime import date
 from functools import cached_property
 from itertools import groupby, pairwise, takewhile
 from typing import Any, Final
@@ -24,6 +25,11 @@ _EDGE: Final = "\ufddf\ufdd1\ufdde"
 """A mark at an end of a text, which counts only if a control token would cross that end."""
 _WRITTEN_BY_MODELS: Final = frozenset({THINK_OPEN, THINK_CLOSE, ANSWER_OPEN, ANSWER_CLOSE})
 """Tags of a completion's form: text, even if a tokenizer has a token for them."""
+DAY: Final = date(2026, 1, 1)
+"""The date in every chat template: with today's, a run that is resumed tomorrow would go on with other prompts."""
+_TODAY: Final = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
+_ANSWER: Final = "Zq7answer"
+"""An answer that no template changes."""
 _LISTED: Final = 4
 """The most control tokens that a notice lists."""
 
@@ -198,6 +204,29 @@ def unquote(quoted: str) -> str:
     return quoted.replace(MARK, "").replace(_EDGE, "")
 
 
+def render_chat(tokenizer: Any, messages: Iterable[Mapping[str, Any]], **kwargs: Any) -> str:
+    """A conversation in the tokenizer's chat template, as text. A template that writes today's date writes `DAY`."""
+    template = tokenizer.chat_template
+    if isinstance(template, str) and _TODAY.search(template):
+        kwargs["chat_template"] = _TODAY.sub(lambda call: repr(DAY.strftime(call[2])), template)
+    return str(tokenizer.apply_chat_template([dict(one) for one in messages], tokenize=False, **kwargs))
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """The special token that the chat template writes right after an assistant's message; None if it writes none.
+
+    Base models may have a template with an end of turn and another token as the end of the sequence.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+    with suppress(Exception):  # a template is code that may refuse the messages, or fail
+        ids = tokenizer.encode(render_chat(tokenizer, messages).rpartition(_ANSWER)[2], add_special_tokens=False)
+        special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+        return next((token for token in ids[:1] if token in special), None)
+    return None
+
+
 def _dialogues(tokenizer: Any) -> str:
     """Dialogues in the tokenizer's chat template, with and without a system message, if it accepts them."""
     from jinja2.exceptions import TemplateError
@@ -207,7 +236,7 @@ def _dialogues(tokenizer: Any) -> str:
         messages = [{"role": role, "content": "?"} for role in roles]
         # A template is code that may refuse a role, or fail.
         with suppress(TemplateError, TypeError, ValueError, LookupError, AttributeError):
-            texts.append(str(tokenizer.apply_chat_template(messages, tokenize=False)))
+            texts.append(render_chat(tokenizer, messages))
     return "\n".join(texts)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from flatpeak.errors import UserError
 from flatpeak.rewards.judge.protocol import JudgeReply, JudgeRequest
-from flatpeak.utils.control_tokens import TextEncoder
+from flatpeak.utils.control_tokens import TextEncoder, render_chat
 from flatpeak.utils.huggingface import hub_or_directory, local_or_hub
 
 
@@ -85,7 +85,7 @@ class LocalJudge:
 
     def _encode(self, request: JudgeRequest) -> list[int]:
         messages = [{**message, "content": self._encoder.quote(message["content"])} for message in request.messages]
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = render_chat(self._tokenizer, messages, add_generation_prompt=True)
         # The template writes the beginning-of-sequence token itself where the model wants one.
         return self._encoder.encode(text)
 
