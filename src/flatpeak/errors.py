@@ -22,7 +22,7 @@ class UserError(ValueError):
 
 
 class UnreachableDataError(UserError):
-    """Data of the Hub that is available neither there nor in the local cache."""
+    """Data that a recipe does not name, or that is available neither on the Hub nor in the local cache."""
 
 
 class RunError(UserError):

@@ -65,6 +65,15 @@ def test_a_run_is_asked_as_in_its_training(finished: Finished) -> None:
     assert (asked.evaluation.size, asked.metrics["accuracy"]) == (4, pytest.approx(3 / 4))
 
 
+def test_a_reward_alone_says_what_is_right_also_of_a_run_that_was_trained_by_several(
+    base: Path, train: Train, tmp_path: Path
+) -> None:
+    settings = {"training.steps": 0, "rollout.max_new_tokens": 4, "run.directory": str(tmp_path)}
+    run = train(None, model=str(base), dataset=ROWS, reward={"a": small, "b": short}, settings=settings, progress=False)
+    assert "accuracy" not in run.summary.evaluations[-1].metrics
+    assert flatpeak.evaluate(run, ROWS, small, progress=False).metrics["accuracy"] == pytest.approx(3 / 9)
+
+
 def test_scores_other_than_0_and_1_are_no_accuracy(base: Path) -> None:
     shown = Watcher()
     result = flatpeak.evaluate(base, ["1+1=", "1+2="], short, settings={"rollout.max_new_tokens": 4}, progress=shown)

@@ -71,7 +71,7 @@ class Library:
     def compare_checkpoints(self, names, overrides, *, recipe, stages, progress):
         self.calls.append(("compare", names, {"overrides": overrides, "recipe": recipe, "stages": stages}))
         return SimpleNamespace(
-            render=lambda: "a table", as_dict=lambda: {"models": [{"accuracy": 0.5}]}, rows=lambda: [{"id": "é"}]
+            render=lambda width: "a table", as_dict=lambda: {"models": [{"accuracy": 0.5}]}, rows=lambda: [{"id": "é"}]
         )
 
 

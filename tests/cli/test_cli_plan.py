@@ -81,7 +81,7 @@ def test_a_recipe_that_does_not_fit_exits_with_3_and_says_what_helps(
     (saved,) = {float(word) for line in told for word in re.findall(r"saves ([\d.]+)", line)}
     assert saved == pytest.approx(needed, abs=0.1)  # both options need nothing at all
     assert [line.replace(f"{saved:.2f}", "X") for line in told[:3]] == [
-        "  optimizer.name=adamw_8bit  (needs <0.01 GiB, saves X); rounds otherwise",
+        "  optimizer.name=adamw_8bit  (needs <0.01 GiB, saves X); changes rounding",
         "  training.activation_checkpointing=true model.lora={}  (needs <0.01 GiB, saves X); trains adapters",
         "    of which training.activation_checkpointing 0.50, model.lora 0.25",
     ]

@@ -224,3 +224,12 @@ def test_what_is_no_list_of_callbacks_is_refused(recipe: Recipe, train: Train, g
         UserError, match=r"callbacks is .*: give a list of objects whose class derives from flatpeak\.C"
     ):
         train(recipe(), reward=odd, callbacks=given, progress=False)
+
+
+def test_a_method_that_is_never_called_is_refused(recipe: Recipe, train: Train) -> None:
+    class Typo(flatpeak.Callback):
+        def on_steps(self, run: Any, step: int, metrics: Any) -> None:
+            raise AssertionError
+
+    with pytest.raises(UserError, match=r"Typo\.on_steps is never called, did you mean 'on_step'\?: callbacks have"):
+        train(recipe(), reward=odd, callbacks=[Typo()], progress=False)

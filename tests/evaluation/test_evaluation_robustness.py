@@ -138,7 +138,7 @@ def test_the_table_shows_coverage_both_accuracies_and_the_difference() -> None:
     result = run("numbers")
     text = Comparison(labels=["m"], evaluations=[result]).render()
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert "│ numbers │ m │ 3 of 5 │ 1 [0.4385, 1] │ 1 [0.4385, 1] │ +0 [+0, +0] │ 0 │" in lines
+    assert "│ numbers │ m │ 3 of 5 │ 1 [0.4385, 1] │ 1 [0.4385, 1] │ +0 [-0.5615, +0.5615] │ 0 │" in lines
 
 
 def test_a_run_perturbs_before_and_after_training_and_not_between(tmp_path: Path) -> None:

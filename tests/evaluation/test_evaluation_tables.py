@@ -11,6 +11,7 @@ from flatpeak.evaluation.config import is_verdict
 from flatpeak.evaluation.estimates import estimate, format_estimate
 from flatpeak.evaluation.result import Evaluation, subset_tables
 from flatpeak.evaluation.tables import Comparison, differences
+from flatpeak.experiments.mcnemar import tango_interval
 from flatpeak.functional import wilson_interval
 
 SUBJECTS = ["algebra", "algebra", "algebra", "geometry", "geometry", "logic"]
@@ -134,12 +135,26 @@ def test_models_stand_side_by_side_with_paired_differences() -> None:
     assert lines[-1] == "mind the gap"
 
 
+@pytest.mark.parametrize(("before", "after"), [(0.0, 0.0), (1.0, 1.0), (0.0, 1.0), (1.0, 0.0)])
+def test_shares_that_all_differ_by_as_much_have_the_score_interval(before: float, after: float) -> None:
+    change = differences(evaluation([before] * 6), evaluation([after] * 6))["accuracy"]
+    low, high = tango_interval(6 * int(after > before), 6 * int(after < before), 6)
+    assert (change["low"], change["high"]) == pytest.approx((low, high), abs=1e-9)
+    assert high - low > 0.1
+
+
+def test_a_table_is_folded_into_the_width_of_a_terminal() -> None:
+    comparison = Comparison(labels=["one", "two"], evaluations=[evaluation(ACCURACY)] * 2)
+    assert max(map(len, comparison.render().splitlines())) > 80
+    assert max(map(len, comparison.render(width=80).splitlines())) <= 80
+
+
 @pytest.mark.parametrize(("verdict", "told"), [(0.0, False), (None, True)])
 def test_a_mean_of_fewer_questions_is_explained_where_there_is_one(verdict: float | None, told: bool) -> None:
     values = {"accuracy": [1.0, 0.0, verdict]}
     evaluation = Evaluation(task="sums", size=3, values=values, ids=["a", "b", "c"], rows=[{}, {}, {}])
     text = Comparison(labels=["base"], evaluations=[evaluation]).render()
-    assert ("] of 2" in text, "'of 98' marks a mean of fewer questions" in text) == (told, told)
+    assert ("] of 2" in text, "'of 98' marks a mean over another number of questions" in text) == (told, told)
 
 
 def test_figures_say_what_they_are() -> None:

@@ -12,7 +12,14 @@ import flatpeak
 from flatpeak.config.load import load_recipe, parse_config
 from flatpeak.config.run_config import RunConfig
 from flatpeak.errors import UserError
-from flatpeak.pipeline.request import OWN_DATA, CallerObjects, RunRequest, resolve_config, with_own_data
+from flatpeak.pipeline.request import (
+    OWN_DATA,
+    CallerObjects,
+    RunRequest,
+    code_digests,
+    resolve_config,
+    with_own_data,
+)
 from support.runs import Train, Watcher
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": a + b} for a in range(4) for b in range(4)]
@@ -153,6 +160,35 @@ def test_a_resumed_run_says_that_its_rows_have_changed(
     assert notices([dict(row) for row in ROWS], 2, resume=True) == []
     [notice] = notices([{**row, "level": 1} for row in ROWS], 3, resume=True)
     assert notice.startswith("the data of dataset=... from Python has changed since the run was last started: ")
+
+
+def test_a_reward_from_python_is_recorded_by_its_text() -> None:
+    config, objects = read(dataset=ROWS, reward={"right": (reward, 0.5), "other": lambda completion: 1.0})
+    digests = code_digests(config, objects)
+    assert digests.keys() == {"rewards.right"}
+    assert code_digests(*read(dataset=ROWS, reward=reward))["rewards"] == digests["rewards.right"]
+    assert code_digests(*read(dataset=ROWS, reward=read)) != digests
+
+
+@pytest.mark.slow  # a whole run
+def test_sft_on_chat_messages_needs_neither_reward_nor_gold_answers(
+    make_tiny_model: Any, watch: Callable[..., Watcher], tmp_path: Path
+) -> None:
+    model, tokenizer = make_tiny_model()
+    rows = [
+        {"messages": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": str(row["answer"])}]}
+        for row in ROWS
+    ]
+    progress = watch()
+    result = flatpeak.sft(
+        model=model,
+        tokenizer=tokenizer,
+        dataset=rows,
+        settings={"sft.steps": 1, "rollout.max_new_tokens": 4, "run.directory": str(tmp_path)},
+        progress=progress,
+    )
+    assert (result.summary.status, result.summary.evaluations[-1].metrics.keys() >= {"accuracy"}) == ("done", True)
+    assert any("gold answers from the assistant's last messages" in text for text in progress.notices)
 
 
 @pytest.mark.slow  # whole runs

@@ -34,7 +34,7 @@ OBJECTS: dict[str, Any] = {
 def test_what_came_from_python_has_to_be_given_again(recipe: Recipe, train: Train, name: str) -> None:
     given = {name: OBJECTS[name]}
     first = Path(train(recipe(run={"name": "first"}), **given).path)
-    refused = rf"step_000002 was trained with a {name} from Python, .*: give it again, {name}=\.\.\. of flatpeak"
+    refused = rf"step_000002 was trained with a {name} from Python, .*: give it again, .*{name}=\.\.\. of flatpeak"
     with pytest.raises(UserError, match=refused):
         train(recipe(run={"name": "first"}, training={"steps": 3}), resume=True)
     with pytest.raises(UserError, match=refused):

@@ -10,9 +10,12 @@ import pytest
 
 import flatpeak
 from flatpeak.config.load import parse_config
-from flatpeak.pipeline.run_data import data_digests
+from flatpeak.pipeline.run_data import data_digests, make_prompts
+from flatpeak.policy.config import ModelConfig
+from flatpeak.policy.loading import load_policy
 from flatpeak.runs.notices import read_notices
-from support.runs import speed_up_runs, tiny_recipe
+from flatpeak.types import Example
+from support.runs import Watcher, speed_up_runs, tiny_recipe
 
 
 def digests(**sections: Any) -> dict[str, str]:
@@ -59,6 +62,20 @@ def test_a_directory_of_data_has_one_digest_of_what_a_task_may_read_in_it(tmp_pa
     assert digests(task=task) == before
     (tmp_path / "test/algebra/1.json").write_text("2")
     assert digests(task=task) != before
+
+
+def test_chat_messages_in_a_plain_prompt_are_told_of_where_the_model_has_a_chat_template(base: Path) -> None:
+    messages = tuple({"role": role, "content": "1"} for role in ("user", "assistant", "user"))
+    example = Example(id="e", question="1", gold="1", messages=messages)
+    policy = load_policy(ModelConfig(path=str(base), device="cpu"))
+    told = []
+    for template in (None, "{{ messages }}"):
+        policy.tokenizer.chat_template = template
+        progress = Watcher()
+        make_prompts(parse_config(tiny_recipe(base)), [example], policy, progress, split="train")
+        told.append([text for text in progress.notices if "chat messages are written as plain text" in text])
+    assert told[0] == []
+    assert len(told[1]) == 1
 
 
 def test_a_run_that_goes_on_with_another_file_of_data_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

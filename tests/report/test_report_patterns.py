@@ -44,10 +44,16 @@ def test_the_command_prints_the_table_and_says_where_nothing_pays(tmp_path: Path
     assert "steps 1, 2" in result.output
     assert "as an expert" in result.output
     nothing = CliRunner().invoke(app, ["patterns", str(run), "--step", "1"])
-    assert "no pattern of completions pays in five prompts or more" in nothing.output
+    assert "no pattern of completions pays in 5 prompts or more" in nothing.output
     console = Console(width=200, record=True)
     console.print(render_patterns(patterns_of(run)[1]))
     assert "±" in console.export_text()
+
+
+def test_steps_whose_rewards_are_all_alike_are_no_all_clear(tmp_path: Path) -> None:
+    run = write_run(tmp_path, {1: [row | {"reward": 1.5} for row in rows_of_answers(cheat="trick", seed=1)]})
+    nothing = CliRunner().invoke(app, ["patterns", str(run)])
+    assert "rewards differ within fewer than 5 groups of these steps, so that nothing can be compared" in nothing.output
 
 
 def test_the_steps_before_a_fork_are_read_alone(tmp_path: Path) -> None:

@@ -56,6 +56,16 @@ def test_an_empty_part_of_a_question_leaves_no_leading_space(write):
     assert [e.question for e in examples] == ["What is 2+2?", "What is 2+3?"]
 
 
+def test_without_a_column_of_gold_answers_the_assistants_last_message_is_one(write):
+    asked = {"role": "user", "content": "1 + 1?"}
+    rows = [{"messages": [asked, {"role": "assistant", "content": " 2.0 "}]}, {"messages": [asked]}]
+    replied, silent = one_side(write, rows, question="messages", answer=None)
+    assert (replied.gold, replied.rationale) == ("2", " 2.0 ")
+    assert (silent.gold, silent.rationale) == ("", None)
+    with pytest.raises(UserError, match=r"no column 'answer' .*; rows without gold answers: task\.train\.0\.answer=n"):
+        one_side(write, rows, question="messages")
+
+
 def test_a_row_without_its_rationale_has_none(write):
     rows = [{"q": "one", "a": 1, "work": "1=1"}, {"q": "two", "a": 2, "work": None}]
     examples = one_side(write, rows, question="q", answer="a", rationale="{work}\n#### {gold}")

@@ -128,4 +128,6 @@ def _recipe_of_model(name: str, objects: CallerObjects) -> tuple[RecipeSource, C
         return OWN_DATA, objects
     loading = {key: value for key, value in own.get("model", {}).items() if key in _LOADING}
     recipe = {"model": loading, **{section: own[section] for section in _SECTIONS if section in own}}
-    return merge(recipe, {"evaluation": accuracy_settings(objects.reward)}), objects
+    given = objects.reward is not None and not isinstance(objects.reward, Mapping)
+    evaluation = {"accuracy": "auto"} if given else accuracy_settings(objects.reward)
+    return merge(recipe, {"evaluation": evaluation}), objects

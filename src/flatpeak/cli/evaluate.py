@@ -55,6 +55,8 @@ def evaluate(
         raise UserError("eval needs a model: a run, a checkpoint directory or a Hub name")
     if rows is not None:
         _check_writable(rows)
+    from rich.console import Console
+
     from flatpeak.apps.compare import compare_checkpoints
     from flatpeak.cli.common import open_progress
     from flatpeak.runs.files import write_atomic
@@ -63,7 +65,11 @@ def evaluate(
     # What a reward function prints in this process does not belong to the result.
     with redirect_stdout(sys.stderr), open_progress(sys.stderr) as progress:
         comparison = compare_checkpoints(paths, overrides, recipe=recipe, stages=stages, progress=progress)
-    typer.echo(json.dumps(finite(comparison.as_dict()), allow_nan=False) if as_json else comparison.render())
+    if as_json:
+        typer.echo(json.dumps(finite(comparison.as_dict()), allow_nan=False))
+    else:
+        console = Console()
+        typer.echo(comparison.render(width=console.width if console.is_terminal else None))
     if rows is not None:
         try:
             write_atomic(Path(rows), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in comparison.rows()))

@@ -201,7 +201,7 @@ def _effect(option: Advice) -> str:
     if any(key.startswith(("model.lora", "model.quantization")) for key in option.settings):
         return "; trains adapters"
     changed = any(key == "model.dtype" or key.endswith("optimizer.name") for key in option.settings)
-    return "; rounds otherwise" if changed else ""
+    return "; changes rounding" if changed else ""
 
 
 def _settings(settings: Mapping[str, Any]) -> str:

@@ -122,12 +122,12 @@ def patterns(
     """Show what the reward pays for in any prompt: words, phrases and lengths that earn more within their groups."""
     from rich.console import Console
 
-    from flatpeak.report.patterns import patterns_of, render_patterns
+    from flatpeak.report.patterns import patterns_of, reason_for_none, render_patterns
 
     steps, paid = patterns_of(run, step=step)
     typer.echo(f"steps {', '.join(map(str, steps))}")
     if not paid:
-        typer.echo("no pattern of completions pays in five prompts or more")
+        typer.echo(reason_for_none(run, step=step))
         return
     console = Console()
     Console(width=console.width if console.is_terminal else UNLIMITED).print(render_patterns(paid))

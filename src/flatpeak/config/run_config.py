@@ -127,7 +127,7 @@ class RunConfig(StrictConfig):
         return self
 
     def _refuse_mixing(self, setting: str, *, what: str) -> None:
-        """Refuse a loss whose gradient does not tell the advantages of a completion's tokens apart."""
+        """Refuse a loss whose gradient mixes the advantages of a completion's tokens."""
         if self.objective.ratio == "sequence" or self.objective.loss == "gmpo":
             key = "ratio=sequence" if self.objective.ratio == "sequence" else "loss=gmpo"
             raise ValueError(

@@ -45,20 +45,12 @@ class Rule:
         return self.applies(get(self.choice)) and not self.unless(get)
 
 
-def _optimizer(section: str) -> tuple[Rule, ...]:
-    return (
-        Rule(
-            choice=f"{section}.name",
-            applies=lambda name: name == "sgd",
-            settings=(f"{section}.betas", f"{section}.eps"),
-            instead=f"{section}.name=adamw",
-        ),
-        Rule(
-            choice=f"{section}.schedule",
-            applies=lambda schedule: schedule == "constant",
-            settings=(f"{section}.final_fraction",),
-            instead=f"{section}.schedule=cosine",
-        ),
+def _optimizer(section: str) -> Rule:
+    return Rule(
+        choice=f"{section}.name",
+        applies=lambda name: name == "sgd",
+        settings=(f"{section}.betas", f"{section}.eps"),
+        instead=f"{section}.name=adamw",
     )
 
 
@@ -163,12 +155,6 @@ RULES = (
         instead="kl.estimator=exact",
     ),
     Rule(
-        choice="objective.truncated",
-        applies=lambda truncated: truncated != "soft_penalty",
-        settings=("objective.overlong_buffer",),
-        instead="objective.truncated=soft_penalty",
-    ),
-    Rule(
         choice="kl.placement",
         applies=lambda placement: placement in ("reward", "reward_to_go"),
         settings=("kl.ratio_weighted",),
@@ -250,7 +236,7 @@ RULES = (
         settings=("tools",),
         instead="environment=null",
     ),
-    *(rule for section in ("optimizer", "sft.optimizer", "reward_model.optimizer") for rule in _optimizer(section)),
+    *(_optimizer(section) for section in ("optimizer", "sft.optimizer", "reward_model.optimizer")),
     *_task("task"),
     *_task("curriculum.task"),
 )

@@ -57,12 +57,34 @@ def estimate(values: Sequence[float | None], *, metric: str, weights: Sequence[f
     known, weights = known_of(values, weights)
     if len(known) < 2:
         return Estimate(mean=mean, questions=len(known), interval=None, method=None)
-    if metric not in COUNTS and not metric.startswith(DIFFERENCES) and all(value in (0.0, 1.0) for value in known):
-        size = len(known) if weights is None else sum(weights) ** 2 / sum(weight**2 for weight in weights)
+    if _are_shares(known, metric=metric):
+        size = _effective_size(known, weights)
         interval = wilson_interval(sum(known) if weights is None else mean * size, size)
         return Estimate(mean=mean, questions=len(known), interval=interval, method="wilson")
     interval = bootstrap_interval(known, weights=weights)
     return Estimate(mean=mean, questions=len(known), interval=interval, method="bootstrap")
+
+
+def _are_shares(values: Sequence[float], *, metric: str) -> bool:
+    counted = metric in COUNTS or metric.startswith(DIFFERENCES)
+    return not counted and all(value in (0.0, 1.0) for value in values)
+
+
+def _effective_size(values: Sequence[float], weights: Sequence[float] | None) -> float:
+    return len(values) if weights is None else sum(weights) ** 2 / sum(weight**2 for weight in weights)
+
+
+def interval_of_differences(
+    pairs: Sequence[tuple[float, float]], *, metric: str, weights: Sequence[float] | None = None
+) -> tuple[float, float]:
+    """The 95% interval of the mean of b - a: a bootstrap of the questions; the score interval of Tango (1998) of shares
+    whose differences are all equal, of which a bootstrap would be certain."""
+    gains = [b - a for a, b in pairs]
+    if len(set(gains)) == 1 and _are_shares([value for pair in pairs for value in pair], metric=metric):
+        # z^2 / (n + z^2) if no question changed, and twice that if all did: the roots of |T(D)| = z.
+        width = (1 + abs(gains[0])) * wilson_interval(0, _effective_size(gains, weights))[1]
+        return max(-1.0, gains[0] - width), min(1.0, gains[0] + width)
+    return bootstrap_interval(gains, weights=weights)
 
 
 def format_estimate(value: Estimate | None, *, of: int | None = None) -> str:

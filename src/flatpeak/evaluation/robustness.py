@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from flatpeak.evaluation.config import Perturbation
-from flatpeak.evaluation.estimates import Estimate, estimate
-from flatpeak.functional.estimators import PairedDifference, paired_bootstrap
+from flatpeak.evaluation.estimates import Estimate, estimate, interval_of_differences, mean_of
+from flatpeak.functional.estimators import PairedDifference
 from flatpeak.types import Example, Prompt
 
 
@@ -60,7 +60,8 @@ class Robustness:
         """The perturbed minus the clean accuracy; None for fewer than two questions."""
         if len(self.pairs) < 2:
             return None
-        return paired_bootstrap([before for before, _ in self.pairs], [after for _, after in self.pairs])
+        low, high = interval_of_differences(self.pairs, metric="accuracy")
+        return PairedDifference(difference=mean_of([b - a for a, b in self.pairs]), low=low, high=high)
 
     @property
     def failed_share(self) -> float:

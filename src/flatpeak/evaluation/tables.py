@@ -14,15 +14,14 @@ from rich.console import Console
 from rich.table import Table
 
 from flatpeak.evaluation.config import ChoiceAnswers
-from flatpeak.evaluation.estimates import format_estimate, known_of, mean_of
+from flatpeak.evaluation.estimates import format_estimate, interval_of_differences, known_of, mean_of
 from flatpeak.evaluation.result import Evaluation
-from flatpeak.functional.estimators import bootstrap_interval
 
 METHODS: Final = (
     "95% intervals: Wilson's for shares of questions (every value 0 or 1), else a bootstrap of the questions; "
-    "differences: a paired bootstrap."
+    "differences: a paired bootstrap, or Tango's interval of shares that all differ by as much."
 )
-COUNTED: Final = " 'of 98' marks a mean of fewer questions than there are."
+COUNTED: Final = " 'of 98' marks a mean over another number of questions than the table's."
 
 _COUNT: Final = re.compile(r"\d\]? of \d")
 """The end of a cell whose mean is over fewer questions than there are."""
@@ -73,9 +72,12 @@ class Comparison:
                 for row in robustness.rows:
                     yield {"model": label, **row}
 
-    def render(self) -> str:
-        """The tables of metrics, of each subset column and of perturbed questions, then the notices."""
-        return render(self.labels, self.evaluations, self.changes, self.notices)
+    def render(self, *, width: int | None = None) -> str:
+        """The tables of metrics, of each subset column and of perturbed questions, then the notices.
+
+        Cells are folded into `width` columns; None: as wide as they need.
+        """
+        return render(self.labels, self.evaluations, self.changes, self.notices, width=width)
 
 
 def differences(before: Evaluation, after: Evaluation) -> dict[str, Change]:
@@ -85,13 +87,12 @@ def differences(before: Evaluation, after: Evaluation) -> dict[str, Change]:
     changes: dict[str, Change] = {}
     befores, afters = before.by_question, after.by_question
     for metric in befores:
-        gains = [
-            None if old is None or new is None else new - old
-            for old, new in zip(befores[metric], afters.get(metric, ()), strict=False)
-        ]
+        pairs = list(zip(befores[metric], afters.get(metric, ()), strict=False))
+        gains = [None if old is None or new is None else new - old for old, new in pairs]
         known, weights = known_of(gains, before.weights if gains and metric in before.values else None)
         if len(known) > 1:
-            low, high = bootstrap_interval(known, weights=weights)
+            both = [(old, new) for old, new in pairs if old is not None and new is not None]
+            low, high = interval_of_differences(both, metric=metric, weights=weights)
             difference = mean_of(known, weights)
             changes[metric] = {"difference": difference, "low": low, "high": high, "questions": len(known)}
     return changes
@@ -102,6 +103,8 @@ def render(
     evaluations: Sequence[Evaluation],
     changes: Sequence[Mapping[str, Mapping[str, float]]],
     notices: Sequence[str],
+    *,
+    width: int | None = None,
 ) -> str:
     """Render all tables as text. `changes` are the later models' differences from the first, by metric."""
     tables = [_metrics(labels, evaluations, changes)]
@@ -112,7 +115,8 @@ def render(
     if kinds:
         tables.append(_robustness(labels, evaluations, kinds))
     # Without markup: names of subsets, rewards and runs may have brackets.
-    console = Console(width=max(160 if kinds else 100, 40 + 30 * (2 * len(labels) - 1)), markup=False)
+    widest = max(160 if kinds else 100, 40 + 30 * (2 * len(labels) - 1))
+    console = Console(width=min(width or widest, widest), markup=False)
     with console.capture() as capture:
         for table in tables:
             console.print(table)

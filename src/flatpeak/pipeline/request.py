@@ -229,10 +229,18 @@ def check_given_again(checkpoint: Path | None, config: RunConfig, objects: Calle
         named = flatten(config.model_dump(mode="json")[section]) if section else {}
         if recorded.items() <= named.items():
             other = "" if section is None else f", or fork the run with another in the recipe ({section}...=...)"
+            argument = "dataset=... or task" if name == "task" else name
             raise UserError(
                 f"{checkpoint} was trained with a {name} from Python, which no recipe has: give it again, "
-                f"{name}=... of flatpeak.train or flatpeak.fork{other}"
+                f"{argument}=... of flatpeak.train or flatpeak.fork{other}"
             )
+
+
+def _reward_functions(reward: Any) -> dict[str, object]:
+    """The functions of a caller's reward, by their place among the settings."""
+    if isinstance(reward, Mapping):
+        return {f"rewards.{name}": value[0] if isinstance(value, tuple) else value for name, value in reward.items()}
+    return {} if reward is None else {"rewards": reward}
 
 
 def _function(own: object) -> object:
@@ -296,14 +304,18 @@ def code_digests(config: RunConfig, objects: CallerObjects) -> dict[str, str]:
         own = getattr(objects, name)
         if own is not None:
             digests[key] = source_digest(_function(own))
+    digests |= {key: source_digest(function) for key, function in _reward_functions(objects.reward).items()}
     return {key: digest for key, digest in digests.items() if digest is not None}
 
 
-def with_own_data(request: RunRequest, objects: CallerObjects, dataset: Any) -> tuple[RunRequest, CallerObjects]:
+def with_own_data(
+    request: RunRequest, objects: CallerObjects, dataset: Any, *, graded_as: str = "math"
+) -> tuple[RunRequest, CallerObjects]:
     """The request and the objects of a run on a caller's data set, with a task made of it; None: of another's data.
 
     A model given by its name moves into the settings. The recipe `flatpeak:own_data` is worded by the tokenizer's chat
-    template if it has one. UserError if no data are given for it.
+    template if it has one, and grades by a built-in reward without one of the caller's. UserError if no data are given
+    for it.
     """
     if dataset is not None and objects.task is not None:
         raise UserError("train(dataset=..., task=...): both are the data to train on; give one of them")
@@ -323,6 +335,7 @@ def with_own_data(request: RunRequest, objects: CallerObjects, dataset: Any) -> 
             "extends": OWN_DATA,
             "prompt": {"template": _template(request.settings, objects.tokenizer)},
             "evaluation": accuracy_settings(objects.reward),
+            "rewards": {"correctness": {"type": graded_as}},
         }
         request = replace(request, recipe=recipe)
     return request, objects

@@ -22,7 +22,7 @@ from flatpeak.runs.manifest import flatten
 from flatpeak.tasks.config import TaskConfig, build_task
 from flatpeak.tasks.custom import check_task
 from flatpeak.tasks.mixture import check_names, leaks, mix, named
-from flatpeak.tasks.prompts import build_prompts
+from flatpeak.tasks.prompts import CHAT, build_prompts
 from flatpeak.training.curriculum import MixedStream, Stream
 from flatpeak.training.sft import Demonstration, demonstrations
 from flatpeak.types import Example, Prompt
@@ -164,6 +164,12 @@ def make_prompts(
     if built.fewer_shots:
         progress.notice(
             f"{split}: {built.fewer_shots} of {len(built.prompts)} prompts have fewer worked examples, to fit"
+        )
+    conversations = any(prompt.example.messages for prompt in built.prompts)
+    if conversations and worded.template != CHAT and getattr(policy.tokenizer, "chat_template", None):
+        progress.notice(
+            f"{split}: chat messages are written as plain text; prompt.template=chat writes them as the model's own "
+            "chat template does"
         )
     asked = ("".join((e.preamble, *e.shots, e.question)) for e in (prompt.example for prompt in built.prompts))
     for notice in (

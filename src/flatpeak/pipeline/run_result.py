@@ -69,7 +69,9 @@ class RunResult:
 
         steps = logged_steps(RunPaths(self.path).rollouts)
         if not steps:
-            raise UserError(f"{self.path} logged no rollouts: set run.log_rollouts_every to 1 or more")
+            raise UserError(
+                f"{self.path} has no rollouts: no step of RL was logged; run.log_rollouts_every=0 logs none"
+            )
         chosen = max(steps) if step is None else step
         if chosen not in steps:
             raise UserError(f"{self.path} logged no rollouts of step {chosen}; it has {', '.join(map(str, steps))}")

@@ -191,7 +191,8 @@ def render(explanation: Explanation, *, width: int | None = None) -> Lines:
         ),
         *_tables([*columns.items(), *rewards_by_name], [str(index) for index in counts], width=width),
         Text(
-            "Tokens: green gained and red lost probability since they were drawn (x ratio at the last checkpoint); "
+            "Tokens: green ones are more likely now than when they were drawn, red ones less (xN: by this factor at "
+            "the last checkpoint); "
             "underlined if the KL to the policy before RL (k3) exceeds 0.1. "
             f"{'Grey tokens answered a turn and are not trained on. ' if 'turns' in first else ''}"
             f"{_gradient(explanation.config.objective.loss)}"

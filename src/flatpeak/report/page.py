@@ -56,7 +56,7 @@ def write_report(run_dir: Path) -> Path:
 
     run = RunPaths(Path(run_dir))
     if not run.config.exists() and not run.metrics.exists():
-        hint = run_hint(run.path) or ": give one with a config.yaml, such as runs/demo"
+        hint = run_hint(run.path) or ": name the directory of a run, which has a config.yaml"
         raise UserError(f"{run.path} is not a run's directory{hint}")
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
     environment.filters["shorten_hashes"] = shorten_hashes

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from flatpeak.report.logged_step import logged_step
 from flatpeak.runs.directory import RunPaths
-from flatpeak.runs.paid_patterns import Pattern, logged_patterns
+from flatpeak.runs.paid_patterns import FEWEST_PROMPTS, Pattern, logged_patterns, unequal_groups
 
 COLUMNS: Final = (
     "pattern",
@@ -28,6 +28,17 @@ def patterns_of(run: Path, *, step: int | None = None) -> tuple[list[int], list[
     """
     last, _ = logged_step(run, step)
     return logged_patterns(RunPaths(run), last)
+
+
+def reason_for_none(run: Path, *, step: int | None = None) -> str:
+    """A line about steps without a pattern: nothing pays, or nothing can be compared."""
+    last, _ = logged_step(run, step)
+    if unequal_groups(RunPaths(run), last) >= FEWEST_PROMPTS:
+        return f"no pattern of completions pays in {FEWEST_PROMPTS} prompts or more"
+    return (
+        f"rewards differ within fewer than {FEWEST_PROMPTS} groups of these steps, so that nothing can be compared: "
+        "--step shows earlier ones"
+    )
 
 
 def cells(one: Pattern) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatpeak.errors import UserError
+from flatpeak.errors import UserError, did_you_mean
 from flatpeak.utils.user_code import as_metric, describe_value, one_line
 
 if TYPE_CHECKING:
@@ -93,6 +93,14 @@ def check_callbacks(callbacks: object) -> None:
             f"callbacks is {describe_value(callbacks)}: give a list of objects whose class derives from "
             "flatpeak.Callback"
         )
+    for one in callbacks:
+        for name in dir(one):
+            if name.startswith("on_") and not hasattr(Callback, name):
+                known = [hook for hook in vars(Callback) if hook.startswith("on_")]
+                raise UserError(
+                    f"{type(one).__name__}.{name} is never called{did_you_mean(name, known)}: callbacks have "
+                    f"{', '.join(known)}; begin the names of other methods otherwise"
+                )
 
 
 class Callbacks:

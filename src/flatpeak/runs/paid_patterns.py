@@ -258,6 +258,14 @@ def logged_patterns(run: RunPaths, step: int) -> tuple[list[int], list[Pattern]]
     return steps, _named(rows, _answers(logged, min(logged)))
 
 
+def unequal_groups(run: RunPaths, step: int) -> int:
+    """The groups of these steps whose rewards differ: only they say what pays."""
+    rewards: dict[Group, set[float | None]] = {}
+    for row in _pooled(_logged(run, step), step)[1]:
+        rewards.setdefault(_group(row), set()).add(row["reward"])
+    return sum(len(values - {None}) > 1 for values in rewards.values())
+
+
 def most_spreads(run: RunPaths, step: int) -> dict[str, float]:
     """The metric SPREADS of a step; none where it is not logged, as on a full disk. UserError for a damaged log."""
     logged = _logged(run, step)

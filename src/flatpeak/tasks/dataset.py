@@ -104,7 +104,9 @@ def _examples(rows: Any, *, where: str, prefix: str = "") -> tuple[list[Example]
     examples = examples_of(listed, source, option=where, prefix=prefix)
     for example in examples:
         check_characters("".join((example.question, *example.golds)), where=f"{where}, row {example.id}")
-    golds = "without gold answers" if gold is None else f"gold answers from {gold!r}"
+    replies = any(example.gold for example in examples)
+    golds = "gold answers from the assistant's last messages" if replies else "without gold answers"
+    golds = golds if gold is None else f"gold answers from {gold!r}"
     return examples, f"{where}: questions from {question!r}, {golds}"
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from flatpeak.errors import UserError
+from flatpeak.errors import UnreachableDataError, UserError
 from flatpeak.tasks.bad_rows import BadRowLog, BadRows
 from flatpeak.tasks.conversations import conversation_text, read_messages, split_answer
 from flatpeak.tasks.data_files import ExampleTask, Row, SeededConfig, SourceConfig, cell_of, read_source
@@ -70,7 +70,7 @@ class RowsConfig(SeededConfig):
         `overlap` applies only to the training side, after the split.
         """
         if not self.train and not self.test:
-            raise UserError("task names no data: give task.train or task.test at least one source")
+            raise UnreachableDataError("task names no data: give task.train or task.test at least one source")
         train, test, notices = _split(self)
         if self.overlap is not None and train:
             train, notice = drop_overlap(train, self.overlap)
@@ -185,6 +185,8 @@ def _check_id(id: str, row: Row, where_by_id: Mapping[str, str], *, option: str,
 
 def _example(row: Row, source: SourceConfig, golds: tuple[str, ...], *, id: str, option: str) -> Example:
     question, messages, reply = _question(row, source, option=option)
+    if source.answer is None and reply:
+        golds = (normalize_gold(reply),)
     return Example(
         id=id,
         question=question,

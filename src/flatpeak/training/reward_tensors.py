@@ -251,11 +251,13 @@ class Advantages:
         penalties_T: Tensor | None,
         turns_T: Tensor | None = None,
         *,
-        counted_N: Tensor,
+        counted_N: Tensor | None = None,
     ) -> Tensor:
         """Advantages [T] of completions, or `turns_T`, less each token's penalty, whitened over the completions that
-        are counted, and limited."""
+        are counted (all by default), and limited."""
         config, trained_T = self.config, completions.trained_T
+        if counted_N is None:
+            counted_N = torch.ones_like(advantages_N, dtype=torch.bool)
         if config.whiten == "completions":
             advantages_N = whiten(advantages_N, counted_N.to(advantages_N.device), eps=config.eps)
         advantages_T = per_token(advantages_N, completions)

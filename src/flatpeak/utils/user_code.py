@@ -126,11 +126,16 @@ def asked_by_name(function: Callable[..., Any], names: Collection[str]) -> froze
 
 
 def source_digest(function: object) -> str | None:
-    """The start of the SHA-256 of a function's text, or of a callable object's class; None if there is no text."""
+    """The start of the SHA-256 of a function's text, or of a callable object's class; None if there is no text.
+
+    None for a lambda: its lines hold other code too.
+    """
     while isinstance(function, partial):
         function = function.func
     if not inspect.isroutine(function) and not inspect.isclass(function):
         function = type(function)
+    if getattr(function, "__name__", "") == "<lambda>":
+        return None
     try:
         text = inspect.getsource(function)
     except (OSError, TypeError):

@@ -51,6 +51,12 @@ def test_data_that_are_not_at_hand_are_bounded_and_said_so(tmp_path: Path) -> No
     assert "(prompt.max_tokens)" in bounded.notes[1]
 
 
+def test_data_that_a_call_from_python_gives_are_not_at_hand_either(tmp_path: Path) -> None:
+    model = {"path": str(saved_model(tmp_path, max_position_embeddings=4096)), "new": None}
+    work = work_of(task={"type": "rows"}, model=model)
+    assert (work.train_rows, work.prompt_lengths) == (None, (ASSUMED_PROMPT,) * 4)
+
+
 def test_the_context_bounds_prompts_that_are_not_at_hand(tmp_path: Path) -> None:
     model = {"path": str(saved_model(tmp_path, max_position_embeddings=64)), "new": None}
     assert work_of(task={"type": "gsm8k"}, model=model).prompt_lengths == (60,) * 4
