@@ -24,6 +24,7 @@ from flatpeak.report.canvas import svg_canvas, tidy
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+import real_model  # noqa: E402
 from claims import ABLATIONS, BASE, BASES, Ablation, Comparison  # noqa: E402
 from differences import Values, interval, mean, paired  # noqa: E402
 from pages import filled, markdown, parser, update  # noqa: E402
@@ -76,6 +77,7 @@ def main() -> int:
         arms |= arms_of(table, read_table(HERE / f"{name}-curves.csv"))
     results = compared(arms)
     page = filled(PAGE.read_text(encoding="utf-8"), content(arms, results, provenance(tables)))
+    page = filled(page, real_model.section(read_table(HERE / "real_model.csv")), name="real-model")
     return update({PAGE: page, FIGURE: picture(results)}, check=check)
 
 
