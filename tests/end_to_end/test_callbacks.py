@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import flatpeak
 from flatpeak.errors import RunError, UserError
-from flatpeak.runs.callbacks import RunControl
+from flatpeak.runs.callbacks import RunControl, check_callbacks
 from flatpeak.runs.metrics import read_metrics
 from flatpeak.types import Group, Scores
 from support.reward_functions import odd
@@ -231,5 +231,17 @@ def test_a_method_that_is_never_called_is_refused(recipe: Recipe, train: Train) 
         def on_steps(self, run: Any, step: int, metrics: Any) -> None:
             raise AssertionError
 
-    with pytest.raises(UserError, match=r"Typo\.on_steps is never called, did you mean 'on_step'\?: callbacks have"):
+    with pytest.raises(UserError, match=r"flatpeak does not call Typo\.on_steps, did you mean 'on_step'\? Callbacks "):
         train(recipe(), reward=odd, callbacks=[Typo()], progress=False)
+
+
+def test_other_attributes_of_a_callback_are_its_own() -> None:
+    class Mixin:
+        def on_steps(self) -> None: ...
+
+    class Own(flatpeak.Callback, Mixin):
+        on_steps_wanted = True
+
+        def on_gradient_overflow(self) -> None: ...
+
+    check_callbacks([Own()])

@@ -20,6 +20,7 @@ from flatpeak.pipeline.request import (
     resolve_config,
     with_own_data,
 )
+from flatpeak.rewards.numeric_answer import NumberReward
 from support.runs import Train, Watcher
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": a + b} for a in range(4) for b in range(4)]
@@ -162,12 +163,29 @@ def test_a_resumed_run_says_that_its_rows_have_changed(
     assert notice.startswith("the data of dataset=... from Python has changed since the run was last started: ")
 
 
+def test_sft_compares_with_replies_only_where_nothing_else_says_what_is_right() -> None:
+    replied = {"role": "assistant", "content": "We add: 2."}
+    chat = [{"messages": [{"role": "user", "content": f"{n}+1?"}, replied]} for n in range(9)]
+
+    def types(dataset: Any, **given: Any) -> tuple[str, set[str]]:
+        request, objects = with_own_data(RunRequest(recipe=OWN_DATA), CallerObjects(**given), dataset, sft=True)
+        config = resolve_config(request.recipe, request.settings)
+        return config.rewards["correctness"].type, {one.gold for one in objects.task.train}
+
+    assert types(chat) == ("exact", {"We add: 2."})
+    assert types([{**row, "answer": "2"} for row in chat]) == ("math", {"2"})
+    assert types(chat, reward=lambda completion: 1.0) == ("math", {""})
+    with pytest.raises(UserError, match="no column with gold answers"):
+        read(dataset=chat)
+
+
 def test_a_reward_from_python_is_recorded_by_its_text() -> None:
     config, objects = read(dataset=ROWS, reward={"right": (reward, 0.5), "other": lambda completion: 1.0})
     digests = code_digests(config, objects)
     assert digests.keys() == {"rewards.right"}
     assert code_digests(*read(dataset=ROWS, reward=reward))["rewards"] == digests["rewards.right"]
     assert code_digests(*read(dataset=ROWS, reward=read)) != digests
+    assert code_digests(*read(dataset=ROWS, reward=NumberReward())) == {}
 
 
 @pytest.mark.slow  # a whole run
@@ -188,7 +206,7 @@ def test_sft_on_chat_messages_needs_neither_reward_nor_gold_answers(
         progress=progress,
     )
     assert (result.summary.status, result.summary.evaluations[-1].metrics.keys() >= {"accuracy"}) == ("done", True)
-    assert any("gold answers from the assistant's last messages" in text for text in progress.notices)
+    assert any("the share of answers that equal the assistant's last messages" in text for text in progress.notices)
 
 
 @pytest.mark.slow  # whole runs

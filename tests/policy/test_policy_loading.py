@@ -108,6 +108,8 @@ def test_every_end_of_sequence_token_counts_wherever_it_is_named() -> None:
         ("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}", True),
         ("{% for m in messages %}{{ m.content }} and so on<|im_end|>{% endfor %}", False),
         ("{{ raise_exception('no') }}", False),
+        ("<|im_end|>{% for m in messages %}{{ m.content | upper }}{% endfor %}", False),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}<|im_end|>", False),
         (None, False),
     ],
 )

@@ -77,7 +77,7 @@ def test_a_data_set_with_parts_keeps_them(held_out: str) -> None:
         ({"Question": "p", "Correct_Answer": "c"}, "p", ("c",)),
         ({"question": "p", "answers": ["Rome", "Roma", "Rome"]}, "p", ("Rome", "Roma")),
         ({"prompt": [CHAT[1]], "reward_model": {"ground_truth": "4"}}, "2+2?", ("4",)),
-        ({"messages": [*CHAT, {"role": "assistant", "content": "4"}]}, "2+2?", ("4",)),
+        ({"messages": [*CHAT, {"role": "assistant", "content": "4"}]}, "2+2?", ("",)),
         ({"prompt": "p", "other": 1}, "p", ("",)),
     ],
 )

@@ -94,6 +94,9 @@ def test_a_chat_template_writes_the_same_date_on_every_day():
     assert prompt.text.startswith("01 Jan 2026 <bos>")
     (own,) = build("Why?", template="chat", chat_template_kwargs={"quick": True}, tokenizer=dated).prompts
     assert own.text == prompt.text + "!"
+    given = {"chat_template": "mine {{ messages[0].content }}"}
+    (mine,) = build("Why?", template="chat", chat_template_kwargs=given, tokenizer=dated).prompts
+    assert mine.text == "mine Why?"
 
 
 def test_chat_without_a_system_message_has_none_and_takes_template_arguments():

@@ -56,12 +56,13 @@ def test_an_empty_part_of_a_question_leaves_no_leading_space(write):
     assert [e.question for e in examples] == ["What is 2+2?", "What is 2+3?"]
 
 
-def test_without_a_column_of_gold_answers_the_assistants_last_message_is_one(write):
+def test_rows_without_gold_answers_are_told_how_to_say_so(write):
     asked = {"role": "user", "content": "1 + 1?"}
     rows = [{"messages": [asked, {"role": "assistant", "content": " 2.0 "}]}, {"messages": [asked]}]
     replied, silent = one_side(write, rows, question="messages", answer=None)
-    assert (replied.gold, replied.rationale) == ("2", " 2.0 ")
-    assert (silent.gold, silent.rationale) == ("", None)
+    assert (replied.gold, replied.rationale, silent.gold, silent.rationale) == ("", " 2.0 ", "", None)
+    (replied,) = one_side(write, rows[:1], question="messages", answer="messages.1.content")
+    assert replied.gold == "2"
     with pytest.raises(UserError, match=r"no column 'answer' .*; rows without gold answers: task\.train\.0\.answer=n"):
         one_side(write, rows, question="messages")
 

@@ -26,7 +26,7 @@ from flatpeak.rewards.functions import function_name
 from flatpeak.rewards.reward_set import as_reward
 from flatpeak.runs.callbacks import Callback, check_callbacks
 from flatpeak.runs.manifest import flatten
-from flatpeak.tasks.dataset import GOLDS, task_of
+from flatpeak.tasks.dataset import GOLDS, task_of, with_replies_as_golds
 from flatpeak.training.objective import Objective
 from flatpeak.training.reward_tensors import Advantages
 from flatpeak.training.user_functions import make_advantages, make_objective
@@ -304,18 +304,19 @@ def code_digests(config: RunConfig, objects: CallerObjects) -> dict[str, str]:
         own = getattr(objects, name)
         if own is not None:
             digests[key] = source_digest(_function(own))
-    digests |= {key: source_digest(function) for key, function in _reward_functions(objects.reward).items()}
+    rewards = _reward_functions(objects.reward).items()
+    digests |= {key: source_digest(own) for key, own in rewards if not type(own).__module__.startswith("flatpeak.")}
     return {key: digest for key, digest in digests.items() if digest is not None}
 
 
 def with_own_data(
-    request: RunRequest, objects: CallerObjects, dataset: Any, *, graded_as: str = "math"
+    request: RunRequest, objects: CallerObjects, dataset: Any, *, sft: bool = False
 ) -> tuple[RunRequest, CallerObjects]:
     """The request and the objects of a run on a caller's data set, with a task made of it; None: of another's data.
 
     A model given by its name moves into the settings. The recipe `flatpeak:own_data` is worded by the tokenizer's chat
-    template if it has one, and grades by a built-in reward without one of the caller's. UserError if no data are given
-    for it.
+    template if it has one. With `sft` alone, and neither reward nor gold answers, answers are compared with the
+    demonstrations. UserError if no data are given for the recipe.
     """
     if dataset is not None and objects.task is not None:
         raise UserError("train(dataset=..., task=...): both are the data to train on; give one of them")
@@ -327,8 +328,12 @@ def with_own_data(
     if isinstance(objects.model, str | Path):
         request = replace(request, settings=with_settings(request.settings, {"model.path": str(objects.model)}))
         objects = replace(objects, model=None)
+    graded_as = "math"
     if dataset is not None:
-        objects = replace(objects, task=task_of(dataset))
+        task = task_of(dataset)
+        if sft and without_recipe and objects.reward is None and (replied := with_replies_as_golds(task)) is not None:
+            task, graded_as = replied, "exact"
+        objects = replace(objects, task=task)
         check_golds(objects, built_in=without_recipe)
     if without_recipe:
         recipe = {

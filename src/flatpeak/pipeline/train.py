@@ -132,7 +132,7 @@ def sft(
         command=command,
         callbacks=callbacks,
     )
-    return run_stages(*with_own_data(request, objects, dataset, graded_as="exact"), stages=("sft",))
+    return run_stages(*with_own_data(request, objects, dataset, sft=True), stages=("sft",))
 
 
 def run_stages(request: RunRequest, objects: CallerObjects, *, stages: Sequence[StageName]) -> RunResult:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from inspect import isfunction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatpeak.errors import UserError, did_you_mean
+from flatpeak.errors import UserError, did_you_mean, nearest
 from flatpeak.utils.user_code import as_metric, describe_value, one_line
 
 if TYPE_CHECKING:
@@ -93,13 +94,13 @@ def check_callbacks(callbacks: object) -> None:
             f"callbacks is {describe_value(callbacks)}: give a list of objects whose class derives from "
             "flatpeak.Callback"
         )
-    for one in callbacks:
-        for name in dir(one):
-            if name.startswith("on_") and not hasattr(Callback, name):
-                known = [hook for hook in vars(Callback) if hook.startswith("on_")]
+    hooks = [name for name in vars(Callback) if name.startswith("on_")]
+    for cls in dict.fromkeys(cls for one in callbacks for cls in type(one).__mro__ if issubclass(cls, Callback)):
+        for name, value in vars(cls).items():
+            if name.startswith("on_") and name not in hooks and isfunction(value) and nearest(name, hooks):
                 raise UserError(
-                    f"{type(one).__name__}.{name} is never called{did_you_mean(name, known)}: callbacks have "
-                    f"{', '.join(known)}; begin the names of other methods otherwise"
+                    f"flatpeak does not call {cls.__name__}.{name}{did_you_mean(name, hooks)} Callbacks have "
+                    f"{', '.join(hooks)}; begin the names of other methods otherwise"
                 )
 
 

@@ -87,8 +87,8 @@ class SourceConfig(RowsSourceConfig):
     """A column, a path into one (`extra_info.question`), or a format string over columns such as "{Body} {Question}". A
     column may hold chat messages; an assistant's message at their end is the rationale."""
     answer: str | None = "answer"
-    """The column, path or format string of the gold answer; a list holds several, any of which is right. null: the
-    assistant's message at the end of chat messages, or none, for rewards that need none."""
+    """The column, path or format string of the gold answer; a list holds several, any of which is right. null: none,
+    for rewards that need none."""
     answer_pattern: str | None = None
     """A regular expression whose first group (or whole match, without groups) is the gold answer in that column; null:
     the whole column."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, cast
@@ -15,6 +16,7 @@ from flatpeak.tasks.data_files import ExampleTask, Row, SourceConfig, read_file
 from flatpeak.tasks.decontamination import question_key, repetition_notices
 from flatpeak.tasks.rows import cell_text, examples_of
 from flatpeak.types import Example
+from flatpeak.utils.answers import normalize_gold
 
 QUESTIONS: Final = ("prompt", "question", "problem", "messages", "instruction", "query", "input")
 """Names of the column with the question, the most specific first; a text, or chat messages."""
@@ -104,10 +106,20 @@ def _examples(rows: Any, *, where: str, prefix: str = "") -> tuple[list[Example]
     examples = examples_of(listed, source, option=where, prefix=prefix)
     for example in examples:
         check_characters("".join((example.question, *example.golds)), where=f"{where}, row {example.id}")
-    replies = any(example.gold for example in examples)
-    golds = "gold answers from the assistant's last messages" if replies else "without gold answers"
-    golds = golds if gold is None else f"gold answers from {gold!r}"
+    golds = "without gold answers" if gold is None else f"gold answers from {gold!r}"
     return examples, f"{where}: questions from {question!r}, {golds}"
+
+
+def with_replies_as_golds(task: Task) -> Task | None:
+    """The task of a data set with the assistant's replies as gold answers, and a notice; None if it has other golds, or
+    no replies."""
+    rows = (*task.train, *task.test)
+    if not isinstance(task, ExampleTask) or any(one.gold for one in rows) or not any(one.rationale for one in rows):
+        return None
+    replied = [replace(one, gold=normalize_gold(one.rationale or "")) for one in rows]
+    train, test = tuple(replied[: len(task.train)]), tuple(replied[len(task.train) :])
+    notice = "no column has gold answers: accuracy is the share of answers that equal the assistant's last messages"
+    return replace(task, train=train, test=test, notices=(*task.notices, notice))
 
 
 def _column(rows: Sequence[Row], names: Iterable[str]) -> str | None:

@@ -185,8 +185,6 @@ def _check_id(id: str, row: Row, where_by_id: Mapping[str, str], *, option: str,
 
 def _example(row: Row, source: SourceConfig, golds: tuple[str, ...], *, id: str, option: str) -> Example:
     question, messages, reply = _question(row, source, option=option)
-    if source.answer is None and reply:
-        golds = (normalize_gold(reply),)
     return Example(
         id=id,
         question=question,

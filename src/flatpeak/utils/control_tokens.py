@@ -27,7 +27,7 @@ _WRITTEN_BY_MODELS: Final = frozenset({THINK_OPEN, THINK_CLOSE, ANSWER_OPEN, ANS
 """Tags of a completion's form: text, even if a tokenizer has a token for them."""
 DAY: Final = date(2026, 1, 1)
 """The date in every chat template: with today's, a run that is resumed tomorrow would go on with other prompts."""
-_TODAY: Final = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
+_TODAY: Final = re.compile(r"""strftime_now\(\s*(['"])([^'"\\]*)\1\s*\)""")
 _ANSWER: Final = "Zq7answer"
 """An answer that no template changes."""
 _LISTED: Final = 4
@@ -206,7 +206,7 @@ def unquote(quoted: str) -> str:
 
 def render_chat(tokenizer: Any, messages: Iterable[Mapping[str, Any]], **kwargs: Any) -> str:
     """A conversation in the tokenizer's chat template, as text. A template that writes today's date writes `DAY`."""
-    template = tokenizer.chat_template
+    template = kwargs.get("chat_template", tokenizer.chat_template)
     if isinstance(template, str) and _TODAY.search(template):
         kwargs["chat_template"] = _TODAY.sub(lambda call: repr(DAY.strftime(call[2])), template)
     return str(tokenizer.apply_chat_template([dict(one) for one in messages], tokenize=False, **kwargs))
@@ -219,11 +219,16 @@ def end_of_turn(tokenizer: Any) -> int | None:
     """
     if not getattr(tokenizer, "chat_template", None):
         return None
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+    asked = {"role": "user", "content": "?"}
+    answered = [asked, {"role": "assistant", "content": _ANSWER}]
     with suppress(Exception):  # a template is code that may refuse the messages, or fail
-        ids = tokenizer.encode(render_chat(tokenizer, messages).rpartition(_ANSWER)[2], add_special_tokens=False)
-        special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
-        return next((token for token in ids[:1] if token in special), None)
+        added = {token for token, one in tokenizer.added_tokens_decoder.items() if one.special}
+        special = added.union(tokenizer.all_special_ids) - {tokenizer.unk_token_id, tokenizer.bos_token_id}
+        # What ends a turn also stands before the next one; a header that asks for an answer does not.
+        texts = [render_chat(tokenizer, messages).rpartition(_ANSWER) for messages in (answered, [*answered, asked])]
+        first, again = (tokenizer.encode(after, add_special_tokens=False)[:1] for _, _, after in texts)
+        if all(answer for _, answer, _ in texts) and first == again and special.intersection(first):
+            return int(first[0])
     return None
 
 
