@@ -105,7 +105,7 @@ def test_an_interrupt_under_perturbed_weights_leaves_a_checkpoint_of_the_step(
         run.start(judge=judge)
     assert judge.calls == 5
     assert (run.path / "checkpoints" / "last").readlink() == Path("step_000004")
-    assert_same(run.go_on(), measured)
+    assert_same(run.finish(resume=True, judge=judge), measured)
 
 
 @pytest.mark.parametrize("after", [0, 4])
@@ -117,7 +117,7 @@ def test_a_signal_does_not_wait_for_the_rest_of_the_perturbed_weights(
     assert run.start(judge=judge).exit_code == 143
     assert judge.calls == 5  # in the middle of the three questions of one draw at one radius, of four such
     assert read_summary(run.path / "summary.json").last_step == after
-    assert_same(run.go_on(), measured)
+    assert_same(run.finish(resume=True, judge=judge), measured)
 
 
 def test_half_precision_weights_move_and_come_back_with_their_masters(whole: Whole) -> None:

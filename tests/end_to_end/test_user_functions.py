@@ -130,7 +130,7 @@ def test_a_resumed_run_says_that_the_code_has_changed(
         f"the code of {key}={copies}:{key.rpartition('.')[2].replace('function', 'advantage')}" for key in keys
     ]
     manifest = json.loads((stopped.path / "manifest.json").read_text())
-    assert manifest["code"].keys() == manifest["resumed"][0]["code"].keys() == set(keys)
+    assert manifest["code"].keys() == manifest["resumed"][0]["code"].keys() == {*keys, "rewards"}
     assert manifest["code"]["objective.loss"] != manifest["resumed"][0]["code"]["objective.loss"]
     # The changed code is what ran: an uninterrupted run by the old one ends elsewhere.
     copies.write_text(COPIES, encoding="utf-8")
@@ -155,6 +155,7 @@ def test_functions_given_in_python_are_named_in_the_recipe_and_asked_for_again(r
     assert json.loads((result.path / "manifest.json").read_text())["code"].keys() == {
         "objective.loss",
         "advantage.function",
+        "rewards",
     }
     resolved = parse_config(load_recipe(result.path / "config.yaml"))
     assert algorithm_name(resolved) == "policy gradient"

@@ -236,6 +236,11 @@ def check_given_again(checkpoint: Path | None, config: RunConfig, objects: Calle
             )
 
 
+def is_reward_from_python(key: str) -> bool:
+    """Whether this key of `code_digests` is of a caller's reward, which a fork is given anew."""
+    return key == "rewards" or (key.startswith("rewards.") and key.count(".") == 1)
+
+
 def _reward_functions(reward: Any) -> dict[str, object]:
     """The functions of a caller's reward, by their place among the settings."""
     if isinstance(reward, Mapping):

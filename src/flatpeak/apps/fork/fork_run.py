@@ -15,9 +15,7 @@ from flatpeak.config.load import Settings
 from flatpeak.config.run_config import RunConfig
 from flatpeak.distributed.launch import check_alone
 from flatpeak.errors import RunError, UserError
-from flatpeak.pipeline.request import (
-    CallerObjects,
-)
+from flatpeak.pipeline.request import CallerObjects, is_reward_from_python
 from flatpeak.pipeline.run_result import RunResult
 from flatpeak.pipeline.train import train
 from flatpeak.protocols import Progress, Task
@@ -181,10 +179,14 @@ def copy_run(
         recipe = redact(json.loads(json.dumps(resolved)))
         changed = changes(redact(json.loads(json.dumps(before.model_dump(mode="json")))), recipe)
         forked = {"run": str(source.path.absolute()), "step": origin.step, "changed": changed}
-        # Naming another function is a change of the recipe, not of the function's code.
+        # Another function is a change of the recipe, or of the call, not of the function's code.
         earlier = json.loads(source.manifest.read_text(encoding="utf-8"))
         code, data = (
-            {key: digest for key, digest in last_digests(earlier, kind).items() if key not in changed}
+            {
+                key: digest
+                for key, digest in last_digests(earlier, kind).items()
+                if key not in changed and not is_reward_from_python(key)
+            }
             for kind in DIGESTS
         )
         manifest = redact(describe_start(command, code=code, data=data) | {"forked": forked})
