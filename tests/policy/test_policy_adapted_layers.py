@@ -251,15 +251,6 @@ def test_a_policy_decodes_from_packed_weights_what_it_decodes_without(variant: d
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
 
 
-def test_a_rollout_that_is_broken_off_leaves_no_old_weights() -> None:
-    policy = Policy(adapted(), Tokenizer())
-    policy.kernels.setting = "torch"
-    with policy.decoding():
-        assert any(layer.packed is not None for layer in layers(policy.model))
-        policy.token_logprobs(uneven_batch(), temperature=1.0)  # a pass that trains
-        assert all(layer.packed is None for layer in layers(policy.model))
-
-
 @pytest.mark.parametrize("library", ["mkl", "onednn"])
 def test_a_completions_bits_do_not_depend_on_its_company(
     library: str, one_thread: None, monkeypatch: pytest.MonkeyPatch

@@ -198,14 +198,8 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
                 layer.packed = (packed, index)
         yield
     finally:
-        drop_packed(model)
-
-
-def drop_packed(model: nn.Module) -> None:
-    """Drop the copies of weights that may change, which a rollout may have left when it was broken off."""
-    for module in model.modules():
-        if isinstance(module, FastLayer):
-            module.packed = None
+        for layer in layers:
+            layer.packed = None
 
 
 def _packable(model: nn.Module) -> list[FastLayer]:

@@ -19,7 +19,7 @@ from flatpeak.policy.compatibility import probe, unsupported
 from flatpeak.policy.decoding_attention import CpuDecodeAttention, Extension, GpuDecodeAttention
 from flatpeak.policy.gpu_decoding import FusedDecoding, fused_decoding
 from flatpeak.policy.kv_cache import GPU_KEY_MULTIPLE, KeyValueCache, fitting_buckets, graded_buckets
-from flatpeak.policy.linears import drop_packed, make_fast, packed_weights, read_head
+from flatpeak.policy.linears import make_fast, packed_weights, read_head
 from flatpeak.policy.model_settings import (
     ModelSettings,
     eos_token_ids,
@@ -157,7 +157,6 @@ class Policy:
         """The value of a function of the outputs at response tokens; settings as of `token_logprobs`."""
         if torch.is_grad_enabled():
             self.kernels.release()
-            drop_packed(self.model)
         if self.model.training != torch.is_grad_enabled():
             self.model.train(torch.is_grad_enabled())
         result: R = self.enter(

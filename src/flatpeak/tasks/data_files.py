@@ -114,8 +114,7 @@ def cell_of(row: Row, column: str, *, option: str) -> Any:
             missing = f"{name!r} in {'.'.join(done)!r}" if done else f"column {column!r}"
             known = list(value) if isinstance(value, Mapping) else []
             holds = f"it has {', '.join(map(repr, known))}" if known else f"that is a {type(value).__name__}"
-            none = f"; rows without gold answers: {option}=null" if option.endswith(".answer") else ""
-            raise UserError(f"{row.where}: no {missing} ({option}){did_you_mean(name, known)}; {holds}{none}")
+            raise UserError(f"{row.where}: no {missing} ({option}){did_you_mean(name, known)}; {holds}")
         done.append(name)
     return value
 

@@ -226,7 +226,7 @@ def _golds(
     """The normalized gold answers, without repetitions; None for a row that `integers_only` leaves out."""
     if source.answer is None:
         return ("",)
-    cell = None if "{" in source.answer else cell_of(row, source.answer, option=f"{option}.answer")
+    cell = None if "{" in source.answer else cell_of(row, source.answer, option=f"{option}.answer, null for none")
     if isinstance(cell, list | tuple):
         texts = [cell_text(item, where=f"{row.where}: column {source.answer!r}") for item in cell]
     else:
